@@ -53,13 +53,9 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
     Raises:
         ValueError: `run` is not a run folder.
     """
-    from ddp_loop.checkpoint import CheckpointStore, best_of, run_id_of
+    from ddp_loop.checkpoint import best_of, store_of
 
-    run_id = run_id_of(run)
-    if run_id is None:
-        what = "has no run.json with an id" if run.is_dir() else "is not a folder"
-        raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
-    entries = CheckpointStore(run, run_id).entries(verify=True)
+    entries = store_of(run).entries(verify=True)
     if not entries:
         return False, [f"{run} has no checkpoint. A resumed run starts from the beginning."]
     newest = next((entry for entry in entries if entry.problem is None), None)
@@ -459,7 +455,7 @@ def _export(options: argparse.Namespace) -> bool:
         done = export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
-    return _show(True, [str(done)])
+    return _show(True, [done])
 
 
 def _complain(line: str) -> None:

@@ -13,7 +13,6 @@ from ddp_loop.checkpoint.atomic_files import (
 )
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, FileSum, OnSaveError, Snapshot
 from ddp_loop.checkpoint.config import Config, flatten_config
-from ddp_loop.checkpoint.export import Exported, export_weights
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.run_folder import (
     CONSOLE,
@@ -45,9 +44,8 @@ from ddp_loop.checkpoint.run_folder import (
 from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
 from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on, words_to_go_on
 from ddp_loop.checkpoint.state import Stateful
-from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
-from ddp_loop.checkpoint.warm_starts import warm_start
-from ddp_loop.checkpoint.weights import load
+from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of, store_of
+from ddp_loop.checkpoint.weights import export_weights, load, warm_start
 
 __all__ = [
     "CHECKPOINTS",
@@ -78,7 +76,6 @@ __all__ = [
     "CheckpointStore",
     "Checkpointer",
     "Config",
-    "Exported",
     "FileLock",
     "FileSum",
     "Locked",
@@ -106,6 +103,7 @@ __all__ = [
     "run_id_of",
     "start_command",
     "stop_and_wait",
+    "store_of",
     "sync_folder",
     "warm_start",
     "way_on",

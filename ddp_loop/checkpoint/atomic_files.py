@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -31,15 +31,15 @@ def opened(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def bytes_of(folder: int, name: str, most: int, size: int | None = None) -> bytes:
-    """Read a regular file of `size` bytes, if given. Links are not followed, pipes are not waited for."""
+def bytes_of(folder: int, name: str, most: int) -> bytes:
+    """Read a regular file of at most so many bytes. Links are not followed, pipes are not waited for."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("is not a regular file")
-        if size not in (None, found.st_size) or found.st_size > most:
-            raise ValueError(f"has {found.st_size} bytes instead of {f'at most {most}' if size is None else size}")
+        if found.st_size > most:
+            raise ValueError(f"has {found.st_size} bytes instead of at most {most}")
         data = file.read(found.st_size)
         if len(data) != found.st_size or file.read(1):
             raise ValueError(f"does not end after {found.st_size} bytes")
@@ -57,7 +57,7 @@ def read_start(path: Path, most: int, *, follow: bool = True) -> bytes:
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -102,32 +102,18 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to the disk. It may be a link, as a run folder may."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_files(folder: Path, names: Iterable[str]) -> None:
-    """Flush files of a folder, and their names, to the disk; missing files are skipped."""
-    for path in (*(folder / name for name in names), folder):
+def sync_folder(folder: Path, *files: str) -> None:
+    """Flush files of a folder, as far as they exist, and its names to the disk. It may be a link."""
+    for path in (*(folder / name for name in files), folder):
         with suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                _sync(descriptor)
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
+                    raise
             finally:
                 os.close(descriptor)
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
-            raise
 
 
 def remove(path: Path) -> None:
@@ -165,13 +151,20 @@ def write_atomic(path: Path, value: object, *, is_private: bool = False) -> None
 def write_text_atomic(path: Path, text: str, *, is_private: bool = False) -> None:
     """Write UTF-8 text as `write_atomic` writes JSON."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    opener = _open_private if is_private else None
+    with replacing(path, temporary), open(temporary, "w", encoding="utf-8", opener=opener) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path, temporary: Path) -> Iterator[None]:
+    """Move the file that the block writes to its place; it is removed if that fails."""
     try:
-        with open(temporary, "w", encoding="utf-8", opener=_open_private if is_private else None) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise

@@ -27,14 +27,14 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
-from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
-from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
+from ddp_loop.checkpoint.state import JobState, Stateful, read_on_rank_zero
+from ddp_loop.checkpoint.storage import CheckpointStore
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 from ddp_loop.elastic import leave_advice
@@ -42,7 +42,6 @@ from ddp_loop.elastic import leave_advice
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
 _LOOK_S = 0.005
-_READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
 _OF_STATE = (TypeError, ValueError, RuntimeError)  # raised by parts of a state on their way to a file, and back
@@ -83,12 +82,14 @@ class Snapshot:
 
     Attributes:
         problem: why this state must not be saved.
+        buffers: of the copy.
     """
 
     position: dict[str, int]
     copied: SerializedState | None
     checksums: str
     problem: Exception | None
+    buffers: StagingBuffers
 
 
 class Checkpointer:
@@ -129,18 +130,14 @@ class Checkpointer:
         self._policy = policy
         self._refuses = refuses
         self.say = world.say
-        self._state = state
-        self._local = local
-        self._parts = parts or {}
+        self._job = JobState(state, parts or {}, local, world.device)
         self._run: RunFolder | None = None
         self._store: CheckpointStore | None = None  # on rank 0
         self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
-        self._buffers = StagingBuffers()
-        self._held_buffers = StagingBuffers()
+        self._spare: list[StagingBuffers] = []
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._found: Checkpoint | None = None  # on rank 0, during `_restore`
         self._began = time.monotonic()
         self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
@@ -181,14 +178,14 @@ class Checkpointer:
 
         def take() -> None:
             self._policy.check()
-            check_restorable(self._state)
+            self._job.check_restorable()
             settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
-            settings.update(settings_of(self._state))
+            settings.update(self._job.settings())
             self._run = RunFolder(self.folder, facts, resume, settings, config)
-            self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
-            self._store.clean()
-            for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):
+            for line in self._run.news:
                 self.say(line)
+            self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last, self.say)
+            self._store.clean()
 
         former = _newest.get(self._place)
         if former is not None and not former._ended:
@@ -197,7 +194,6 @@ class Checkpointer:
         _newest[self._place] = self
         with suppress(OSError):  # the folder may not exist on another machine
             self._identity = identity(self.folder)
-        self._job = JobState(self._state, self._parts, self._local, self._world.device)
         self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
         with self._world.failing_together(*_OF_STATE):
             self._job.serialize()
@@ -255,36 +251,44 @@ class Checkpointer:
             position: where a resumed run continues.
         """
         self.wait()
-        self._begin(self._take(position, self._buffers), self.score)
+        self._begin(self.hold(position), self.score)
         self.asked = False
         self.score = None
 
     def hold(self, position: Mapping[str, int]) -> Snapshot:
-        """Copy the current state, which `save_held` can save until the next step. Every rank must call this."""
-        return self._take(position, self._held_buffers)
+        """Copy the current state, to be saved or dropped. Every rank must call this."""
+        iteration = position["iteration"]
+        try:
+            serialized = self._job.serialize()
+            problem = self._refuses(iteration)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"The checkpoint of step {iteration} could not be made. {error}") from error
+        buffers = self._spare.pop() if self._spare else StagingBuffers()
+        if self._store is not None:
+            return Snapshot(dict(position), buffers.copy(serialized), "", problem, buffers)
+        names, sums = self._job.checksums(serialized)
+        return Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem, buffers)
 
     def save_held(self, held: Snapshot, score: float | None = None) -> None:
-        """Start to save the state of the last `hold`. Every rank must call this.
+        """Start to save a copied state. Every rank must call this.
 
         Raises:
             RuntimeError: a newer Loop has the folder.
         """
         self._require_folder()
         self.wait()
-        self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
         self._begin(held, score)
 
-    def drop_held(self) -> None:
-        """Free the memory of the last `hold`, which is not saved."""
-        self._held_buffers.free_if_large()
+    def drop(self, snapshot: Snapshot) -> None:
+        """Keep the memory of a copy that is not needed any more for the next one, or free it if it is large."""
+        snapshot.buffers.free_if_large()
+        self._spare.append(snapshot.buffers)
 
     def release_state(self) -> None:
         """Let the job's state be freed; what was copied before can still be saved."""
-        self._state = {}
-        self._parts = {}
         self._refuses = lambda iteration: None
-        self._buffers = StagingBuffers()
-        self._held_buffers = StagingBuffers()
+        self._spare = []
         self._job.release()
 
     def give_score(self, score: float, *, is_last: bool) -> None:
@@ -331,39 +335,25 @@ class Checkpointer:
         self.wait()
         self._world.raise_if_any_failed(self.problem())
 
-    def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> Snapshot:
-        try:
-            serialized = self._job.serialize()
-            problem = self._refuses(position["iteration"])
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"The checkpoint of step {position['iteration']} could not be made. {error}") from error
-        if self._store is not None:
-            return Snapshot(dict(position), buffers.copy(serialized), "", problem)
-        names, sums = self._job.checksums(serialized)
-        return Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem)
-
     def _begin(self, snapshot: Snapshot, score: float | None) -> None:
         self._began = time.monotonic()
         store = self._store
         copied = snapshot.copied
-        started = threading.Event()
-        buffers = self._buffers
         if snapshot.problem is not None:
             self._take_error(snapshot.problem, "No checkpoint was written")
-            buffers.free_if_large()
         if store is None or copied is None:
             self._world.store.put(f"{self._key(snapshot)}/{self._world.rank}", snapshot.checksums)
-            return
-        if snapshot.problem is not None:
+        if store is None or copied is None or snapshot.problem is not None:
+            self.drop(snapshot)
             return
 
+        started = threading.Event()
         sums = self.sum_files()  # now: the files grow
 
         def work() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
             self._write(store, snapshot, copied, score, sums)
-            buffers.free_if_large()
+            self.drop(snapshot)
 
         self._thread = threading.Thread(target=work, name="ddp_loop save")
         self._thread.start()
@@ -388,12 +378,10 @@ class Checkpointer:
             iteration = snapshot.position["iteration"]
             what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
             with explained(what, REPAIR):
-                sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
+                sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
             self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
             self.missing.pop("checkpoint", None)
             self.write_status("running", iteration=iteration)
-            if store.last_warning:
-                self.say(store.last_warning)
         except Exception as error:
             self._take_error(error, "No checkpoint was written")
             self.missing["checkpoint"] = f"the checkpoint of step {snapshot.position['iteration']}"
@@ -443,20 +431,14 @@ class Checkpointer:
 
     def _restore(self) -> dict[str, int] | None:
         """Restore the newest valid checkpoint on every rank; returns its position."""
-        found = self._world.on_rank_zero(self._read, timeout_s=_READ_S)
+        found = read_on_rank_zero(self._world, self._read)
         if found is None:
             return None
-        name, structure, facts, forms = found
+        (name, facts), packed = found
         if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and not self._has_fixed_shards:
             self.say(f"{self.folder} {on_other_ranks(ranks, now)}")
-        if self._found is not None:
-            tensors = self._found.packed.tensors
-        else:
-            tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
-        self._found = None
-        self._world.broadcast_all(list(tensors.values()))
         with self._world.failing_together(*_OF_STATE):
-            self._job.restore(SerializedState(structure, tensors), facts["checksums"])
+            self._job.restore(packed, facts["checksums"])
         self._keep(name)
         self.sums = {file: (size, digest) for file, (size, digest) in facts.get("files", {}).items()}
         position: dict[str, int] = facts["position"]
@@ -469,23 +451,19 @@ class Checkpointer:
             self._advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
             self._has_left_advice = leave_advice(self._advice)
 
-    def _read(self) -> tuple[str, Any, Mapping[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
-        """Read the newest valid checkpoint on rank 0; returns all but its tensors."""
+    def _read(self) -> tuple[tuple[str, Mapping[str, Any]], SerializedState] | None:
+        """Read the newest valid checkpoint, on rank 0: its name, its facts, and its state."""
         if self._store is None:
             return None
-        self._found = self._store.newest()
+        found = self._store.newest()
         for refused in self._store.refused:
             self.say(f"{refused}")
-        if self._found is not None:
-            packed = self._found.packed
-            forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
-            return self._found.path.name, packed.structure, self._found.facts, forms
-        if self._store.refused:
+        if found is None and self._store.refused:
             raise ValueError(
                 f"None of the {len(self._store.refused)} checkpoints in {self._store.folder} is intact. Restore a "
                 "copy of one, or pass resume=False to start over, which moves them away."
             )
-        return None
+        return None if found is None else ((found.path.name, found.facts), found.packed)
 
     # -- the run's status ----------------------------------------------------------------------------------
 
@@ -500,19 +478,10 @@ class Checkpointer:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
                 self.missing["status"] = f"the status {status!r}"
 
-    def _facts_of(self, error: BaseException) -> dict[str, object]:
-        """Where the run failed, and why; this rank's own error is written into the run folder too."""
-        where = self._world.where
-        rank = self._world.rank
-        stage = where.stage
-        step = where.step
-        if isinstance(error, PeerFailed):
-            rank = -1 if error.rank is None else error.rank
-            stage = error.stage
-            step = error.step
-        elif self.has_folder:
-            write_error(self.folder, rank, error)
-        return {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
+    def _advise(self, error: BaseException) -> None:
+        """Add to the error how to go on, unless the launcher says it."""
+        if self._advice and not self._has_left_advice:
+            error.add_note(self._advice)
 
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""
@@ -520,17 +489,21 @@ class Checkpointer:
             return
         self._ended = True
         self.wait()
-        self._buffers = StagingBuffers()
-        self._held_buffers = StagingBuffers()
+        self._spare = []
         if (problem := self.problem()) is not None:  # the loop was left before its next step
             self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
+            rank = self._world.rank
+            place = error if isinstance(error, PeerFailed) else self._world.where
+            if isinstance(error, PeerFailed):
+                rank = -1 if error.rank is None else error.rank
+            elif self.has_folder:
+                write_error(self.folder, rank, error)
             status = "failed"
-            facts |= self._facts_of(error)
-            if self._advice and not self._has_left_advice:
-                error.add_note(self._advice)
-            if facts["rank"] == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
+            facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
+            self._advise(error)
+            if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
         if not self._is_refused:
             self.write_status(status, **facts)

@@ -81,9 +81,9 @@ def _plain(value: Any) -> bool | int | float | str | None:
     return _ADDRESS.sub("", text if isinstance(text, str) else str(value))[:_MOST_LETTERS]
 
 
-def changes_between(before: object, now: Config) -> list[str]:
+def changes_between(before: Mapping[str, object], now: Config) -> list[str]:
     """Return what differs between two runs' hyper-parameters, in words; nothing if there were none before."""
-    if not isinstance(before, dict) or not before or before == now:
+    if not before:
         return []
     both = [name for name in now if name in before]
     lines = [f"config: {name} was {before[name]!r}, is {now[name]!r}" for name in both if before[name] != now[name]]

@@ -65,6 +65,7 @@ _MOVED = (
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last", "partition", "until", "parts")  # a run with others is another
+_CONTENT = "the script's content"
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 MOST_JSON = 1 << 26  # bytes
@@ -82,13 +83,12 @@ def on_other_ranks(before: int, now: int) -> str:
 
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
     """Return what describes a run: its script's name and content, its arguments, and these facts."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    script, content = ("", "") if main is None else (Path(main).name, "")
-    if main is not None:
-        with suppress(OSError):
-            content = hashlib.sha256(Path(main).read_bytes()).hexdigest()
+    main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    content = ""
+    with suppress(OSError):
+        content = hashlib.sha256(main.read_bytes()).hexdigest()
     arguments = " ".join(_without_path(one, os.path.realpath(folder)) for one in hide_secrets(sys.argv[1:]))
-    return {"script": script, "the script's content": content, "arguments": arguments, **facts}
+    return {"script": main.name, _CONTENT: content, "arguments": arguments, **facts}
 
 
 def _without_path(argument: str, folder: str) -> str:
@@ -156,7 +156,7 @@ class RunFolder:
         directory: str | None = None
         with suppress(OSError):  # the directory was removed
             directory = os.getcwd()
-        self._start = start_command(os.environ, directory)
+        self._start = start_command(directory=directory)
         self._lock = self._take_lock()
         try:
             before = self._read_run()
@@ -191,9 +191,9 @@ class RunFolder:
         remedy = "Start again when it can be read."
         with suppress(FileNotFoundError, IsADirectoryError), explained(f"{path} cannot be read now", remedy):
             path.read_bytes()
-        before = read_json(path)
-        whole = before is not None and isinstance(before.get("id"), str) and isinstance(before.get("fingerprint"), dict)
-        return before if whole else None
+        before = read_json(path) or {}
+        is_whole = isinstance(before.get("id"), str) and isinstance(before.get("fingerprint"), dict)
+        return before if is_whole else None
 
     def _open(
         self,
@@ -204,12 +204,13 @@ class RunFolder:
         config: Config | None,
     ) -> None:
         self.forget_stop()
-        known = before is not None
         if resume is False and any(os.path.lexists(self.folder / name) for name in _MOVED):
             self._move_away()
-            known = False
-        self._check_no_link()
-        if not known and any((self.folder / "checkpoints").glob("step-*")):
+            before = None
+        folder = self.folder / "checkpoints"
+        has_checkpoints = any(folder.glob("step-*"))
+        self._check_no_link(folder)
+        if before is None and has_checkpoints:
             raise ValueError(
                 f"{self.folder} has checkpoints, but its run.json is missing or damaged. Restore it, or pass "
                 "resume=False to start over, which moves them away."
@@ -218,32 +219,39 @@ class RunFolder:
         if config is not None:
             place = os.path.realpath(self.folder)
             config = {name: _without_path(one, place) if isinstance(one, str) else one for name, one in config.items()}
-        if known and before is not None:
+        if before is None:
+            self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now, "config": config or {}}
+            write_atomic(self.folder / RUN, self._run, is_private=True)
+            self._on_disk = self._run
+        else:
             former = dict(before["fingerprint"])
             if isinstance(arguments := former.get("arguments"), str):  # an older version kept secrets
                 former["arguments"] = " ".join(hide_secrets(arguments.split(" ")))
             self._check_same(_changed(former, facts), resume)
-            self._check_checkpoints()
+            newest = self._status().get("checkpoint")
+            if newest and not has_checkpoints:  # starting over would cut its rows to nothing
+                raise ValueError(
+                    f"{self.folder} had the checkpoint {newest}, but {folder} has none. Put it back, or pass "
+                    "resume=False to start over (the other files move to before/)."
+                )
             self.changed = list(_changed(former, now).values())
+            self._on_disk = before
             self._run = {**before, "fingerprint": {**former, **now}}
             if config is not None:
-                former_config = before.get("config")
-                former_config = hide_in_config(former_config) if isinstance(former_config, dict) else None
-                self.changed += changes_between(former_config, config)
+                kept = before.get("config")
+                self.changed += changes_between(hide_in_config(kept) if isinstance(kept, dict) else {}, config)
                 self._run["config"] = config
-            self._is_written = self._run.get("config") == before.get("config") and not self.changed
-        else:
-            self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now, "config": config or {}}
-            write_atomic(self.folder / RUN, self._run, is_private=True)
-            self._is_written = True
-        self.id: str = self._run["id"]
+        self.id = str(self._run["id"])
+
+    def _status(self) -> dict[str, Any]:
+        return read_json(self.folder / STATUS) or {}
 
     def _check_same(self, changed: Mapping[str, str], resume: bool | None) -> None:
         """Raise ValueError if these facts make the run another one. See [Note: Another run]."""
         lost = [name for name in changed if name in _OF_POSITIONS]
         if not changed or (resume and not lost):
             return
-        status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
+        status = self._status().get("status", "not ended")
         remedy = "Pass resume=True to continue it with other bits,"
         if lost:
             remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
@@ -252,23 +260,13 @@ class RunFolder:
             "to start over (its files move to before/), or another run_dir=."
         )
 
-    def _check_no_link(self) -> None:
+    def _check_no_link(self, folder: Path) -> None:
         """Raise ValueError if a link or a file stands in the place of the folder of checkpoints."""
-        if os.path.lexists(folder := self.folder / "checkpoints") and not is_folder(folder):
+        if os.path.lexists(folder) and not is_folder(folder):
             raise ValueError(
                 f"{folder} must be a folder of its own, since no checkpoint is read or written through a link. It is a "
                 f"{'link' if folder.is_symlink() else 'file'}. Move the folder back there, make the whole run folder a "
                 "link, or pass resume=False to start over."
-            )
-
-    def _check_checkpoints(self) -> None:
-        """Raise ValueError if the run had checkpoints that are gone; starting over would cut its rows to nothing."""
-        newest = (read_json(self.folder / STATUS) or {}).get("checkpoint")
-        folder = self.folder / "checkpoints"
-        if newest and not any(folder.glob("step-*")):
-            raise ValueError(
-                f"{self.folder} had the checkpoint {newest}, but {folder} has none. Put it back, or pass resume=False "
-                "to start over (the other files move to before/)."
             )
 
     @property
@@ -276,8 +274,9 @@ class RunFolder:
         """What changed, as a message for the user; empty if nothing did."""
         if not self.changed:
             return ""
-        more = len(self.changed) - _SHOWN
-        shown = [*self.changed[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        shown = self.changed[:_SHOWN]
+        if len(self.changed) > _SHOWN:
+            shown.append(f"and {len(self.changed) - _SHOWN} more")
         return f"{self.folder} continues with changes: {'; '.join(shown)}."
 
     def record_start(self, **facts: object) -> None:
@@ -286,15 +285,14 @@ class RunFolder:
         Raises:
             OSError: a file cannot be written.
         """
-        line = {"at": time.time(), **facts, **self._process()}
-        line |= {"changed": self.changed, "fingerprint": self._run["fingerprint"]}
-        line |= {"config": self._run.get("config", {})}
+        line = {"at": time.time(), **facts, **self._process(), "changed": self.changed}
+        line |= {"fingerprint": self._run["fingerprint"], "config": self._run.get("config", {})}
         path = self.folder / STARTS
         with explained(f"{path} could not be written", "Training continues."), open_private(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             ending = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process may leave half a line
             file.write(ending + json.dumps(line).encode() + b"\n")
-        if not self._is_written:
+        if self._run != self._on_disk:
             write_atomic(self.folder / RUN, self._run, is_private=True)
 
     def _move_away(self) -> None:
@@ -320,16 +318,18 @@ class RunFolder:
         write_atomic(self.folder / STATUS, content, is_private=True)
 
     def _process(self) -> dict[str, object]:
-        began = {"command": hide_secrets(sys.argv), "start": self._start.words, "directory": self._start.directory}
-        return {"process": os.getpid(), **began}
+        start = {"start": self._start.words, "directory": self._start.directory}
+        return {"process": os.getpid(), "command": hide_secrets(sys.argv), **start}
 
     def asked_to_stop(self) -> str | None:
         """Why the file `stop` asks the run to stop; None if there is no such file."""
-        if not os.path.exists(self.folder / STOP):  # Path.exists raises if the folder cannot be searched
+        path = self.folder / STOP
+        if not os.path.exists(path):  # Path.exists raises if the folder cannot be searched
             return None
+        why = ""
         with suppress(OSError):
-            return read_text(self.folder / STOP, MOST_WHY) or "the file stop in its folder"
-        return "the file stop in its folder"
+            why = read_text(path, MOST_WHY)
+        return why or "the file stop in its folder"
 
     def forget_stop(self) -> None:
         """Remove the file `stop`, which was obeyed or was meant for an earlier run."""
@@ -355,9 +355,7 @@ def _locked(folder: Path, error: Locked) -> str:
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """What differs between two fingerprints, in words, by name."""
     return {
-        name: "the script's content has changed"
-        if name == "the script's content"
-        else f"{name}: was {before[name]!r}, is {now[name]!r}"
+        name: f"{name} has changed" if name == _CONTENT else f"{name}: was {before[name]!r}, is {now[name]!r}"
         for name in now
         if name in before and before[name] != now[name]
     }

@@ -14,13 +14,16 @@ from contextlib import suppress
 from typing import TypeVar
 
 HIDDEN = "***"  # in place of a secret
-_ALWAYS = frozenset({"password", "passwd", "passphrase", "pwd", "secret", "credential", "authorization"})
-_SEVERAL_ALWAYS = frozenset({"passwords", "secrets", "credentials"})
-_UNLESS_NUMBER = frozenset({"key", "apikey", "token", "auth"})
-_SEVERAL = frozenset({"keys", "apikeys", "tokens"})
-_BEFORE_SEVERAL = frozenset({"api", "access", "auth", "private", "hf", "wandb"})  # else the name may count something
+_ALWAYS = re.compile(
+    r"(?:.*_)?(?:passwords?|passwd|passphrase|pwd|secrets?|credentials?|authorization)(?:_[^_]+)?(?:_(?:id|value|hash))?"
+)
+_UNLESS_NUMBER = re.compile(
+    r"(?:(?:.*_)?(?:key|apikey|token|auth)|(?:(?:.*_)?(?:api|access|auth|private|hf|wandb)_)?(?:keys|apikeys|tokens))"
+    r"(?:_(?:id|value|hash))?"  # of several, other names may count something
+)
+_SEVERAL = ("passwords", "secrets", "credentials", "keys", "tokens")
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_OPTION = re.compile(r"(--?)?([A-Za-z_][\w.-]*)(=)(.*)", re.DOTALL)
+_OPTION = re.compile(r"((?:--?)?([A-Za-z_][\w.-]*)=)(.*)", re.DOTALL)
 _ADDRESS = re.compile(r"(\b\w+://[^\s/:@]*:)([^\s/@]+)(@)")  # \b: a long word is read once, not from each letter
 _QUERY = re.compile(r"([?&][\w.-]*(?:key|token|password|secret)=)([^\s&]+)", re.IGNORECASE)
 _PLACE = re.compile(r"(?<![^=:])\*\*\*(?![^&@])")  # of a hidden secret
@@ -35,16 +38,13 @@ def hide_secrets(words: Sequence[str]) -> list[str]:
     for word in words:
         if is_next and not word.startswith(ends):
             found.append(_hide(is_next, word))
-            is_next = is_next if _is_of_several(is_next) else ""
+            is_next = is_next if is_next.rstrip("-_0123456789").lower().endswith(_SEVERAL) else ""
             ends = "-"
             continue
         ends = "--"
         is_next = word if word.startswith("-") and "=" not in word and _kind(word) else ""
         option = _OPTION.fullmatch(word)
-        if option is not None and _kind(option[2]):
-            found.append(word[: option.end(3)] + _hide(option[2], option[4]))
-        else:
-            found.append(_without_passwords(word))
+        found.append(option[1] + _hide(option[2], option[3]) if option else _without_passwords(word))
     return found
 
 
@@ -52,17 +52,9 @@ def hide_in_config(config: Mapping[str, Value]) -> dict[str, Value | str]:
     """Hyper-parameters by name with `HIDDEN` in place of each secret."""
     found: dict[str, Value | str] = {}
     for name, value in config.items():
-        is_text = isinstance(value, str)
-        is_secret = bool(_kind(name)) and (is_text or (_kind(name) == "always" and value is not None))
-        found[name] = _hide(name, str(value)) if is_secret else value
-        if is_text and not is_secret:
-            found[name] = _without_passwords(str(value))
+        hides = isinstance(value, str) or (value is not None and _kind(name) == "always")
+        found[name] = _hide(name, str(value)) if hides else value
     return found
-
-
-def has_hidden(words: Sequence[str]) -> bool:
-    """Whether a command lacks a secret that was hidden."""
-    return any(map(_PLACE.search, words))
 
 
 def names_of_hidden(words: Sequence[str]) -> list[str]:
@@ -87,34 +79,21 @@ def _without_passwords(text: str) -> str:
     return _QUERY.sub(rf"\1{HIDDEN}", _ADDRESS.sub(rf"\1{HIDDEN}\3", text))
 
 
-def _words_of(name: str) -> list[str]:
-    """The words of the last part of a dotted name, without a number at the end."""
-    words = [word.lower() for word in _PARTS.findall(name.rpartition(".")[2])]
-    while words and words[-1].isdigit():
-        words.pop()
-    return words
-
-
-def _is_of_several(name: str) -> bool:
-    """Whether an option of this name may have several values."""
-    return not (_SEVERAL | _SEVERAL_ALWAYS).isdisjoint(_words_of(name)[-1:])
-
-
 def _kind(name: str) -> str:
     """Whether a value of this name is a secret "always" or "unless" it is a number; empty for no secret."""
-    parts = _words_of(name)
-    if len(parts) > 1 and parts[-1] in ("id", "value", "hash"):
-        parts.pop()
-    if not (_ALWAYS | _SEVERAL_ALWAYS).isdisjoint(parts[-2:]) or not _SEVERAL_ALWAYS.isdisjoint(name.split(".")[:-1]):
+    *around, last = name.split(".")
+    words = "_".join(_PARTS.findall(last)).lower().rstrip("_0123456789")
+    if _ALWAYS.fullmatch(words) or not set(_SEVERAL[:3]).isdisjoint(around):
         return "always"
-    if parts[-1:] and parts[-1] in _SEVERAL:
-        return "unless" if len(parts) == 1 or parts[-2] in _BEFORE_SEVERAL else ""
-    return "unless" if not _UNLESS_NUMBER.isdisjoint(parts[-1:]) else ""
+    return "unless" if _UNLESS_NUMBER.fullmatch(words) else ""
 
 
 def _hide(name: str, value: str) -> str:
+    kind = _kind(name)
+    if not kind:
+        return _without_passwords(value)
     is_plain = value in ("", "None", "True", "False", "true", "false", "none")
     with suppress(ValueError):
         float(value)
-        is_plain = _kind(name) == "unless"
+        is_plain = kind == "unless"
     return value if is_plain else HIDDEN

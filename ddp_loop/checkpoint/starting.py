@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint.secrets import HIDDEN, has_hidden, hide_secrets
+from ddp_loop.checkpoint.secrets import HIDDEN, hide_secrets, names_of_hidden
 
 _START = "DDP_LOOP_START"  # `run` sets it (elastic/command.py)
 
@@ -31,14 +31,14 @@ class Start:
     directory: str | None
 
 
-def start_command(environment: Mapping[str, str] | None = None, directory: str | None = None) -> Start:
+def start_command(environment: Mapping[str, str] = os.environ, directory: str | None = None) -> Start:
     """The command that starts this run again, without its secrets. See [Note: Started by].
 
     Args:
         environment: of this process, by default.
         directory: in which the script was started, where the launcher does not say it.
     """
-    start = _start_command(os.environ if environment is None else environment, directory)
+    start = _start_command(environment, directory)
     return Start(tuple(hide_secrets(start.words)), start.directory)
 
 
@@ -104,6 +104,6 @@ def words_to_go_on() -> str:
 def lacks_secret(status: Mapping[str, Any]) -> str:
     """What to say of a command that had a secret, which no file keeps; empty for any other command."""
     words = status.get("start")
-    if not isinstance(words, list) or not has_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
+    if not isinstance(words, list) or not names_of_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
         return ""
     return f"The command had a secret, which the run folder does not keep. Type it in place of {HIDDEN}."

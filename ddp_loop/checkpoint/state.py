@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import islice, zip_longest
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.determinism import checksum_all, leaves
-from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, find_modules, own_names
+from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_modules, own_names
 
 JOB = "job"
 _GENERATORS = "generators"
 _PARTS = "parts"
 _MOST_SETTINGS = 200
 _LETTERS = 80
+Facts = TypeVar("Facts")
 
 
 class Stateful(Protocol):
@@ -58,6 +59,29 @@ class JobState:
         self._local = own_names(state, local)
         self._local_endings = ends_of_copies(state, local)
         self._modules = set(find_modules(state))
+
+    def check_restorable(self) -> None:
+        """Raise TypeError unless every object of the state can be saved and restored."""
+        for name, value in self._state.items():
+            can = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            if not can and not isinstance(value, MutableMapping):
+                raise TypeError(
+                    f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict "
+                    "and load_state_dict, put it into a dict, or remove run_dir=."
+                )
+
+    def settings(self) -> dict[str, object]:
+        """The numbers and words that a script gave its optimizers, schedules and the like, by name; for JSON."""
+        found = {
+            leaf: one
+            if isinstance(one, int | None) or (isinstance(one, float) and isfinite(one))
+            else str(one)[:_LETTERS]
+            for name, value in self._state.items()
+            if hasattr(value, "state_dict") and not isinstance(value, nn.Module)
+            for leaf, one in leaves(name, value.state_dict())
+            if not isinstance(one, torch.Tensor) and "._" not in leaf and ".params." not in leaf
+        }
+        return dict(islice(found.items(), _MOST_SETTINGS))
 
     def serialize(self) -> SerializedState:
         """Serialize the current state; the tensors share its memory.
@@ -106,37 +130,40 @@ class JobState:
         restore_random_state(kept[_GENERATORS], self._device)
 
 
-def check_restorable(state: Mapping[str, object]) -> None:
-    """Raise TypeError unless every object of the state can be saved and restored."""
-    for name, value in state.items():
-        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            continue
-        if not isinstance(value, MutableMapping):
-            raise TypeError(
-                f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict and "
-                "load_state_dict, put it into a dict, or remove run_dir=."
-            )
+def read_on_rank_zero(
+    world: World, read: Callable[[], tuple[Facts, SerializedState] | None]
+) -> tuple[Facts, SerializedState] | None:
+    """Read a state and facts about it on rank 0, for all ranks. Every rank must call this.
 
+    Raises:
+        Exception: on rank 0, whatever `read` raises.
+        PeerFailed: on the others.
+    """
+    own: list[dict[str, torch.Tensor]] = []  # on rank 0
 
-def settings_of(state: Mapping[str, object]) -> dict[str, object]:
-    """The numbers and words that a script gave its optimizers, schedules and the like, by name; for JSON."""
-    found = {
-        leaf: one if isinstance(one, int | None) or (isinstance(one, float) and isfinite(one)) else str(one)[:_LETTERS]
-        for name, value in state.items()
-        if hasattr(value, "state_dict") and not isinstance(value, nn.Module)
-        for leaf, one in leaves(name, value.state_dict())
-        if not isinstance(one, torch.Tensor) and "._" not in leaf and ".params." not in leaf
-    }
-    return dict(islice(found.items(), _MOST_SETTINGS))
+    def outline() -> tuple[Facts, Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
+        if (found := read()) is None:
+            return None
+        facts, packed = found
+        own.append(packed.tensors)
+        return facts, packed.structure, {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
+
+    sent = world.on_rank_zero(outline)
+    if sent is None:
+        return None
+    facts, structure, forms = sent
+    empty = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items() if not own}
+    (tensors,) = own or [empty]
+    world.broadcast_all(list(tensors.values()))
+    return facts, SerializedState(structure, tensors)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of Python, NumPy and torch."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, numbers, left = random.getstate()
     state = {
         "python": [version, np.array(numbers, dtype=np.uint32), left],  # as JSON, the 625 values would take 0.5 ms
-        "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(gauss)],
+        "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
     accelerator = accelerator_of(device)

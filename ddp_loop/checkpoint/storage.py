@@ -6,13 +6,12 @@ import errno
 import hashlib
 import json
 import math
-import operator
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from ddp_loop.checkpoint.atomic_files import (
     is_folder,
     opened,
     remove,
+    replacing,
     sync_folder,
     write_new,
 )
@@ -49,13 +49,12 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = "ddp_loop checkpoint"
 VERSION = 1
-ITERATIONS = 10**12
 MANIFEST_BYTES = 16 << 20
 STATE_BYTES = 256 << 20  # parsed, JSON takes ten times the memory
 HEADER_BYTES = 100_000_000  # the limit of safetensors
+_SEAL_BYTES = 78
 
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,12})(?:-([2-9]|[1-9][0-9]{1,8}))?")
-WORDS = dict(zip(NATIVE, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
 
 
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}  # other kinds of files
@@ -108,20 +107,18 @@ class CheckpointStore:
         run: the run folder, which must exist.
         run_id: the id in run.json; checkpoints of other runs are refused.
         keep_last: how many of the newest checkpoints are kept, beside the best one.
+        say: is given a line about files that cannot be removed.
 
     Attributes:
-        last_warning: an error of `clean`, or of the last `write` once the checkpoint was durable; None without one.
         refused: the corrupt checkpoints that the last `newest` skipped.
     """
 
-    def __init__(self, run: Path, run_id: str, keep_last: int = 3) -> None:
-        if keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1. Got {keep_last}.")
+    def __init__(self, run: Path, run_id: str, keep_last: int = 3, say: Callable[[str], object] = print) -> None:
         self.folder = Path(os.path.abspath(run)) / CHECKPOINTS
-        self.last_warning: str | None = None
         self.refused: list[CorruptCheckpoint] = []
         self._run_id = run_id
         self._keep = keep_last
+        self._say = say
         self._has_run = run_id_of(run) == run_id
 
     def write(
@@ -139,27 +136,21 @@ class CheckpointStore:
             OSError: it cannot be written; earlier checkpoints are intact.
             ValueError, TypeError: the facts or the state are too large, or are not JSON values.
         """
-        iteration = operator.index(iteration)
-        score = None if score is None else float(score)
-        if not 0 <= iteration <= ITERATIONS:
-            raise ValueError(f"An iteration must be from 0 to {ITERATIONS}. Got {iteration}.")
         state = _json("The state", packed.structure, STATE_BYTES)
-        head = {"format": FORMAT, "version": VERSION, "run": self._run_id, "iteration": iteration}
-        head |= {"score": score if score is None or math.isfinite(score) else str(score), "facts": dict(facts)}
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
-        self.last_warning = None
         what = f"The checkpoint of step {iteration} could not be written to {self.folder}"
         with explained(what, REPAIR), ExitStack() as ending:
             ending.callback(shutil.rmtree, temporary, ignore_errors=True)
-            self._check_run()
+            if self._has_run and run_id_of(self.folder.parent) != self._run_id:
+                raise FileNotFoundError(errno.ENOENT, f"{self.folder.parent} is no longer the folder of this run")
             if not is_folder(self.folder):
                 self.folder.mkdir()
                 sync_folder(self.folder.parent)
             temporary.mkdir()
             files = {TENSORS: write_new(temporary / TENSORS, _parts(packed.tensors))}
             files |= {STATE: write_new(temporary / STATE, [state])}
-            manifest = _json("The facts", head | {"files": files}, MANIFEST_BYTES - 100)
-            write_new(temporary / MANIFEST, [_sealed(manifest[:-1])])
+            said = self._head(iteration) | {"score": score, "facts": dict(facts), "files": files}
+            write_new(temporary / MANIFEST, [_sealed(said)])
             sync_folder(temporary)
             path = self.folder / self._free_name(iteration)
             temporary.rename(path)
@@ -167,7 +158,7 @@ class CheckpointStore:
         try:
             self._prune(path)
         except OSError as error:
-            self.last_warning = f"Old checkpoints in {self.folder} could not be removed ({error}). Remove them by hand."
+            self._say(f"Old checkpoints in {self.folder} could not be removed ({error}). Remove them by hand.")
         return path
 
     def give_score(self, path: Path, score: float) -> None:
@@ -178,74 +169,60 @@ class CheckpointStore:
             CorruptCheckpoint: the checkpoint is damaged.
         """
         with _refusing(path), opened(path) as folder:
-            said = self._manifest(folder, path.name)
-        said |= {"score": score if math.isfinite(score) else str(score)}
+            said = self._manifest(folder, path.name) | {"score": score}
         del said["sha256"]
         temporary = self.folder / f"{SAVING}{path.name}-{secrets.token_hex(4)}"
         with explained(f"The score of {path} could not be written", REPAIR):
-            try:
-                write_new(temporary, [_sealed(_json("The facts", said, MANIFEST_BYTES - 100)[:-1])])
-                temporary.rename(path / MANIFEST)
-                sync_folder(path)
-            finally:
-                with suppress(OSError):
-                    temporary.unlink()
-
-    def _check_run(self) -> None:
-        """Raise FileNotFoundError if the run folder was removed or replaced."""
-        if self._has_run and run_id_of(self.folder.parent) != self._run_id:
-            raise FileNotFoundError(errno.ENOENT, f"{self.folder.parent} is no longer the folder of this run")
+            with replacing(path / MANIFEST, temporary):
+                write_new(temporary, [_sealed(said)])
+            sync_folder(path)
 
     def read(self, path: Path) -> Checkpoint:
         """Read one of the run's checkpoints, and verify every bit of it.
 
         Raises:
             CorruptCheckpoint: it is damaged, or belongs to another run.
-            OSError, MemoryError: it cannot be read now. See [Note: Corrupt or unreadable].
+            OSError: it cannot be read now. See [Note: Corrupt or unreadable].
         """
         from safetensors.torch import load
 
-        name = path.name
-        if Path(os.path.abspath(path)).parent != self.folder or not NAME.fullmatch(name):
-            raise CorruptCheckpoint(path, f"is not a checkpoint in {self.folder}")
-        with _refusing(path), opened(self.folder), opened(self.folder / name) as folder:
-            said = self._manifest(folder, name)
+        remedy = "Try again when it can be read. If it never can, move it away; the one before it is then used."
+        what = explained(f"The checkpoint {path} cannot be read now", remedy)
+        with what, _refusing(path), opened(self.folder), opened(path) as folder:
+            said = self._manifest(folder, path.name)
             contents = {}
             for file, form in said["files"].items():
                 with _refusing(path / file):
-                    most = STATE_BYTES if file == STATE else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-                    contents[file] = bytes_of(folder, file, most, form["bytes"])
+                    contents[file] = bytes_of(folder, file, form["bytes"])
                     if hashlib.sha256(contents[file]).hexdigest() != form["sha256"]:
-                        raise CorruptCheckpoint(path / file, "does not have the SHA-256 in the manifest")
+                        raise ValueError("does not have the SHA-256 in the manifest")
             with _refusing(path / TENSORS):
                 tensors = load(contents.pop(TENSORS))
             with _refusing(path / STATE):
                 packed = SerializedState(parse(contents[STATE]), tensors)
                 from_tree(packed)
-        return Checkpoint(path, said["iteration"], said["facts"], _score_of(said["score"]), packed)
+        return Checkpoint(path, said["iteration"], said["facts"], said["score"], packed)
 
-    def newest(self) -> Checkpoint | None:
-        """Read the newest intact checkpoint; `refused` then has the newer ones.
+    def newest(self, *, best: bool = False) -> Checkpoint | None:
+        """Read the newest intact checkpoint, or the best one; `refused` then has those that come before it.
 
         Raises:
             OSError: it cannot be read now.
         """
         self.refused = []
-        with explained(f"The checkpoints in {self.folder} cannot be listed now", "Start again when they can be."):
-            names = self._names()
-        for name in names:
+        with explained(f"The checkpoints in {self.folder} cannot be listed now", "Try again when they can be."):
+            paths = [self.folder / name for name in self._names()]
+            if best:
+                entries = self.entries()
+                damaged = [one for one in entries if one.problem is not None]  # without a score that can be read
+                paths = [one.path for one in damaged + by_score(entries)]
+        for path in paths:
             try:
-                return self.read(self.folder / name)
+                return self.read(path)
             except CorruptCheckpoint as error:
+                if not os.path.lexists(path):  # its run removed it, and so has written a newer one
+                    return self.newest(best=best)
                 self.refused.append(error)
-            except (OSError, MemoryError) as error:
-                number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
-                why = os.strerror(number) if number else error
-                raise OSError(
-                    number,
-                    f"The newest checkpoint {self.folder / name} cannot be read now ({why}). Start again when it can "
-                    "be read. If it never can, move it away; the one before it is then used.",
-                ) from error
         return None
 
     def entries(self, *, verify: bool = False) -> list[CheckpointInfo]:
@@ -255,13 +232,12 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what a killed process left behind. No other process may be writing."""
-        self.last_warning = None
         try:
             for name in os.listdir(self.folder) if is_folder(self.folder) else ():
                 if name.startswith((SAVING, DELETING)):
                     remove(self.folder / name)
         except (OSError, RecursionError) as error:  # deeply nested folders raise the latter
-            self.last_warning = f"Files of a killed save in {self.folder} could not be removed. {error}"
+            self._say(f"Files of a killed save in {self.folder} could not be removed. {error}")
 
     def _names(self) -> list[str]:
         found = os.listdir(self.folder) if is_folder(self.folder) else []
@@ -271,6 +247,9 @@ class CheckpointStore:
         numbers = [number for one, number in map(_numbers_in, self._names()) if one == iteration]
         return f"step-{iteration:08d}" + (f"-{max(numbers) + 1}" if numbers else "")
 
+    def _head(self, iteration: int) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, "run": self._run_id, "iteration": iteration}
+
     def _manifest(self, folder: int, name: str) -> dict[str, Any]:
         """Read an open folder's manifest, and check all that needs no other file's content."""
         path = self.folder / name
@@ -279,9 +258,15 @@ class CheckpointStore:
             raise CorruptCheckpoint(path / one, "does not belong to a checkpoint" if one in there else "is missing")
         with _refusing(path / MANIFEST):
             data = bytes_of(folder, MANIFEST, MANIFEST_BYTES)
-            if data != _sealed(data[: -len(_sealed(b""))]):
+            if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES]):
                 raise ValueError("does not have its own SHA-256")
-            said = _checked(parse(data), self._run_id, _numbers_in(name)[0])
+            said: dict[str, Any] = parse(data)
+            for key, one in self._head(_numbers_in(name)[0]).items():
+                if said[key] != one:
+                    raise ValueError(f"has {key} {str(said[key])[:60]} instead of {one}")
+            if said["files"].keys() != {TENSORS, STATE}:  # else it could name other files to open
+                raise ValueError(f"lacks the sums of {TENSORS} and {STATE}")
+            said["score"] = None if said["score"] is None else float(said["score"])
         for file, form in said["files"].items():
             with _refusing(path / file):
                 size = os.stat(file, dir_fd=folder, follow_symlinks=False).st_size
@@ -300,13 +285,13 @@ class CheckpointStore:
                 forms = {one: os.stat(one, dir_fd=folder, follow_symlinks=False) for one in os.listdir(folder)}
                 size = sum(form.st_size for form in forms.values())
                 written = forms[MANIFEST].st_mtime if MANIFEST in forms else 0.0
-                score = _score_of(self._manifest(folder, name)["score"])
+                score = self._manifest(folder, name)["score"]
             if verify:
                 self.read(path)
         except CorruptCheckpoint as error:
             problem = f"{error.path.name} {error.what}"
-        except (OSError, MemoryError) as error:
-            problem = f"{name} cannot be read now ({type(error).__name__}: {error})"
+        except OSError as error:
+            problem = f"{name} cannot be read now ({error.__cause__ or error})"
         return CheckpointInfo(path, _numbers_in(name)[0], score, size, written, problem)
 
     def _prune(self, written: Path) -> None:
@@ -317,6 +302,19 @@ class CheckpointStore:
         for entry in whole[self._keep :]:
             if entry is not best and entry.path != written:
                 remove(entry.path)
+
+
+def store_of(run: Path) -> CheckpointStore:
+    """The checkpoints of a run folder, to be read.
+
+    Raises:
+        ValueError: it is no run folder.
+    """
+    run_id = run_id_of(run)
+    if run_id is None:
+        what = "has no run.json with an id" if run.is_dir() else "is not a folder"
+        raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
+    return CheckpointStore(run, run_id)
 
 
 def run_id_of(run: Path) -> str | None:
@@ -349,41 +347,18 @@ def _numbers_in(name: str) -> tuple[int, int]:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Raise every error of the block as CorruptCheckpoint, but not one of reading."""
+    """Raise every error of the block as CorruptCheckpoint, but one of reading as OSError."""
     try:
         yield
-    except (CorruptCheckpoint, MemoryError):
+    except CorruptCheckpoint:
         raise
-    except OSError as error:
-        if error.errno not in _DAMAGE:
-            raise
-        raise CorruptCheckpoint(path, f"cannot be read ({type(error).__name__}: {error})") from error
     except Exception as error:
-        if "can't allocate memory" in str(error):  # torch's own error
-            raise MemoryError(str(error)) from error
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's own error
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
+        if isinstance(error, OSError) and error.errno not in _DAMAGE:
+            raise
         what = f"{error}" if type(error) is ValueError else f"cannot be read ({type(error).__name__}: {error})"
         raise CorruptCheckpoint(path, what) from error
-
-
-def _checked(content: Any, run_id: str, iteration: int) -> dict[str, Any]:
-    """Return a manifest of the right form, run and iteration; it cannot name other files to open."""
-    manifest: dict[str, Any] = dict(content) if isinstance(content, dict) else {}
-    for key, one in {"format": FORMAT, "version": VERSION, "run": run_id, "iteration": iteration}.items():
-        if type(manifest.get(key)) is not type(one) or manifest[key] != one:
-            raise ValueError(f"has {key} {str(manifest.get(key))[:60]} instead of {one}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or set(files) != {TENSORS, STATE} or not isinstance(manifest.get("facts"), dict):
-        raise ValueError(f"lacks facts, or the sums of {TENSORS} and {STATE}")
-    if any(not isinstance(form, dict) or type(form.get("bytes")) is not int for form in files.values()):
-        raise ValueError("has a size that is not a number")
-    _score_of(manifest.get("score"))
-    return manifest
-
-
-def _score_of(score: Any) -> float | None:
-    if score is None or type(score) in (int, float) or score in ("nan", "inf", "-inf"):
-        return score if score is None else float(score)
-    raise ValueError(f"has a score that is not a number: {str(score)[:60]}")
 
 
 def _json(what: str, value: Any, most: int) -> bytes:
@@ -396,9 +371,17 @@ def _json(what: str, value: Any, most: int) -> bytes:
     return data
 
 
-def _sealed(body: bytes) -> bytes:
-    """End a JSON object, given without its last bracket, with its own SHA-256."""
-    return body + b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
+def _sealed(said: dict[str, Any]) -> bytes:
+    """A manifest as JSON that ends with its own SHA-256."""
+    score = said["score"]
+    if score is not None and not math.isfinite(score):
+        said = said | {"score": str(score)}
+    body = _json("The facts", said, MANIFEST_BYTES - _SEAL_BYTES)[:-1]
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
@@ -408,7 +391,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     parts = []
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": NATIVE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         parts.append(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
         offset = end
     said = _json("The tensors' names", header, HEADER_BYTES - 8)

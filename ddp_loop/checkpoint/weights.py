@@ -1,35 +1,45 @@
-"""A part of a checkpoint, such as the weights of a model, read from a run folder without ranks or the script."""
+"""Weights out of a checkpoint: loaded without ranks or the script, as a safetensors file, or for a new run."""
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint.atomic_files import explained
-from ddp_loop.checkpoint.serialization import from_tree
-from ddp_loop.checkpoint.state import JOB
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_loop.checkpoint.atomic_files import explained, replacing, sync_folder, write_new
+from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
+from ddp_loop.checkpoint.state import JOB, read_on_rank_zero, restore_part
 from ddp_loop.checkpoint.storage import (
     CHECKPOINTS,
     NAME,
     Checkpoint,
     CheckpointStore,
     CorruptCheckpoint,
-    by_score,
     run_id_of,
+    store_of,
 )
+from ddp_loop.distributed import World, listed
 
-_TRIES = 50  # each time a running run has removed what was being read, and so has written a newer one
+Source = str | os.PathLike[str]
 _SHOWN = 6  # names in an error
 _COMPILED = "_orig_mod."  # torch.compile puts it before the names of what it compiles
+_DIFFERENCES = 4  # in an error
+_REMEDY = (
+    "Build the same network, or load by hand what fits: model.load_state_dict(dl.load(RUN), strict=False) before the "
+    "Loop."
+)
 
 
-def load(
-    run: str | os.PathLike[str], part: str = "model", *, best: bool = False, checkpoint: str | None = None
-) -> dict[str, Any]:
+def load(run: Source, part: str = "model", *, best: bool = False, checkpoint: str | None = None) -> dict[str, Any]:
     """Load a part of a run's state, such as the weights of its model, from the newest checkpoint of its folder.
 
     Every tensor is on the CPU. Neither ranks nor a GPU nor the script are needed, and the run may still be training::
@@ -83,7 +93,7 @@ def plain_names(value: Any) -> Any:
 
 
 def read_checkpoint(
-    run: str | os.PathLike[str], *, say: Callable[[str], None], best: bool = False, name: str | None = None
+    run: Source, *, say: Callable[[str], None], best: bool = False, name: str | None = None
 ) -> Checkpoint:
     """Read a checkpoint from outside of its run, which may be training, and verify every bit of it.
 
@@ -97,95 +107,254 @@ def read_checkpoint(
         ValueError: there is no such checkpoint, or it is damaged.
         OSError: it cannot be read now.
     """
-    store, folder, own = _store_of(Path(run))
-    if best and (name or own):
-        raise ValueError(f"best and the checkpoint {name or own} exclude each other. Pass one of them.")
-    if own and name and own != name:
-        raise ValueError(f"{run} is itself a checkpoint, and not {name}. Pass the run folder, or no name.")
-    if chosen := name or own:
-        return _read_named(store, folder, chosen)
-    return _read_first(store, folder, say, best=best)
-
-
-def _store_of(path: Path) -> tuple[CheckpointStore, Path, str | None]:
-    """The checkpoints of a run folder, the folder, and the name of the checkpoint that was given instead of it."""
-    given = Path(os.path.abspath(path))
-    folder = given
+    folder = Path(os.path.abspath(run))
     own = None
-    if NAME.fullmatch(given.name) and given.parent.name == CHECKPOINTS:
-        folder = given.parent.parent
-        own = given.name
-    if (run_id := run_id_of(folder)) is None:
-        what = "has no run.json with an id" if folder.is_dir() else "is not a folder"
-        raise ValueError(f"Checkpoints are in a run folder. {folder} {what}. Pass the folder of Loop(run_dir=...).")
-    return CheckpointStore(folder, run_id), folder, own
+    if NAME.fullmatch(folder.name) and folder.parent.name == CHECKPOINTS:
+        own = folder.name
+        folder = folder.parents[1]
+    store = store_of(folder)
+    chosen = name or own
+    if best and chosen:
+        raise ValueError(f"best and the checkpoint {chosen} exclude each other. Pass one of them.")
+    if own not in (None, chosen):
+        raise ValueError(f"{run} is itself a checkpoint, and not {name}. Pass the run folder, or no name.")
+    if chosen:
+        return _read_named(store, chosen)
+    found = store.newest(best=best)
+    if found is None:
+        raise ValueError(_lack_of(store, best=best))
+    for one in store.refused:
+        say(f"{one.path} {one.what}. {found.path.name} is used instead.")
+    return found
 
 
-def _read_named(store: CheckpointStore, folder: Path, name: str) -> Checkpoint:
+def _read_named(store: CheckpointStore, name: str) -> Checkpoint:
     path = store.folder / name
     if NAME.fullmatch(name) and os.path.lexists(path):
         try:
-            return _read(store, path)
+            return store.read(path)
         except CorruptCheckpoint as error:
             if os.path.lexists(path):
-                raise ValueError(f"{error.path} {error.what}. Name another one of {_names_in(store)}.") from error
-    raise ValueError(f"{folder} has no checkpoint {name}. Name one of {_names_in(store)}.")
+                raise ValueError(f"{error.path} {error.what}. Name another one of {_whole_in(store)}.") from error
+    raise ValueError(f"{store.folder.parent} has no checkpoint {name}. Name one of {_whole_in(store)}.")
 
 
-def _read_first(store: CheckpointStore, folder: Path, say: Callable[[str], None], *, best: bool) -> Checkpoint:
-    """Read the newest checkpoint that is whole, or the best one."""
-    damaged: dict[Path, CorruptCheckpoint] = {}
-    for _ in range(_TRIES):
-        is_changed = False
-        for path in _candidates(store, folder, best=best):
-            try:
-                found = _read(store, path)
-            except CorruptCheckpoint as error:
-                if is_changed := not os.path.lexists(path):
-                    break
-                damaged[path] = error
-                continue
-            for one in damaged.values():
-                say(f"{one.path} {one.what}. {found.path.name} is used instead.")
-            return found
-        if not is_changed:
-            break
-    if damaged:
-        one = next(iter(damaged.values()))
-        raise ValueError(f"No checkpoint of {folder} is whole: {one.path} {one.what}. Restore a copy of one.")
-    raise ValueError(f"{folder} has no checkpoint. The run saves one after each epoch, or at save_every=.")
-
-
-def _candidates(store: CheckpointStore, folder: Path, *, best: bool) -> Iterator[Path]:
-    """The checkpoints in the order in which they are tried."""
-    with explained(f"The checkpoints in {store.folder} cannot be listed now", "Try again when they can be."):
-        entries = store.entries()
-    if not best or not entries:
-        yield from (one.path for one in entries)
-        return
-    if not (scored := by_score(entries)):
-        raise ValueError(
+def _lack_of(store: CheckpointStore, *, best: bool) -> str:
+    """Why a run has no newest checkpoint, or no best one."""
+    folder = store.folder.parent
+    if best and any(one.problem is None for one in store.entries()):
+        return (
             f"No checkpoint of {folder} has a score, so none is the best. Call loop.save(score) with a validation "
             "loss in the script, or take the newest one."
         )
-    yield from (one.path for one in entries if one.problem is not None)  # without a score that can be read
-    yield from (one.path for one in scored)
+    for one in store.refused:
+        return f"No checkpoint of {folder} is whole: {one.path} {one.what}. Restore a copy of one."
+    return f"{folder} has no checkpoint. The run saves one after each epoch, or at save_every=."
 
 
-def _read(store: CheckpointStore, path: Path) -> Checkpoint:
-    with explained(f"The checkpoint {path} cannot be read now", "Try again when it can be."):
-        return store.read(path)
+def _whole_in(store: CheckpointStore) -> str:
+    return _listed(one.path.name for one in store.entries() if one.problem is None)
 
 
 def _warn(line: str) -> None:
-    warnings.warn(line, RuntimeWarning, stacklevel=5)  # where `load` was called
+    warnings.warn(line, RuntimeWarning, stacklevel=4)  # where `load` was called
 
 
-def _names_in(store: CheckpointStore) -> str:
-    return _listed([one.path.name for one in store.entries() if one.problem is None])
-
-
-def _listed(names: Any) -> str:
-    shown = [str(one) for one in names]
+def _listed(names: Iterable[str]) -> str:
+    shown = [*names]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return (", ".join(shown[:_SHOWN]) or "none") + more
+
+
+def export_weights(
+    run: Path,
+    file: Path,
+    part: str = "model",
+    *,
+    say: Callable[[str], None],
+    best: bool = False,
+    checkpoint: str | None = None,
+) -> str:
+    """Write a part of a run's state to a safetensors file, at once: a reader finds the old file or the new one.
+
+    `model.load_state_dict(safetensors.torch.load_file(file))` reads it. Tensors that share memory are written once for
+    each name. The file's metadata have the run, the checkpoint, its iteration, epoch and score.
+
+    Args:
+        run, part, best, checkpoint: as in `load`.
+        file: to write; an older one is replaced.
+        say: is given a line about each damaged checkpoint that was passed over.
+
+    Returns:
+        A line about the file.
+
+    Raises:
+        ValueError: as `load`, or the part has other values than tensors.
+        OSError: the checkpoint cannot be read, or the file not be written.
+    """
+    found = read_checkpoint(run, say=say, best=best, name=checkpoint)
+    tensors = _tensors_of(part_of(found, part), part, found.path)
+    folder = found.path.parents[1]
+    position = found.facts["position"]
+    epoch = position["epoch"] + (position["position"] > 0)  # the one of the last step, counted from 1
+    facts = {"format": "pt", "part": part, "run": folder.name, "run_id": run_id_of(folder) or ""}
+    facts |= {"checkpoint": found.path.name, "iteration": str(found.iteration), "epoch": str(epoch)}
+    origin = f"step {found.iteration}, epoch {epoch}"
+    if found.score is not None and math.isfinite(found.score):
+        facts["score"] = repr(found.score)
+        origin += f", score {found.score:.6g}"
+    _write(file, tensors, facts)
+    many = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
+    mib = sum(one.nbytes for one in tensors.values()) / 2**20
+    return f"{file}: {many} of {part}, {mib:.1f} MiB, from {found.path} ({origin})"
+
+
+def _tensors_of(value: Any, part: str, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a part by name, each contiguous and with memory of its own.
+
+    Raises:
+        ValueError: it has other values.
+    """
+    values = dict(_leaves("", value))
+    if other := [name or part for name, one in values.items() if not isinstance(one, torch.Tensor)]:
+        raise ValueError(
+            f"A safetensors file has tensors alone. {part!r} in {path} has other values too: {_listed(other)}. "
+            f"Read it with ddp_loop.load(RUN, {part!r}), or export the part of a module."
+        )
+    if not values:
+        raise ValueError(f"{part!r} in {path} has no tensor. Name another part.")
+    memory: set[int] = set()
+    own = {}
+    for name, tensor in values.items():
+        dense = tensor.contiguous()
+        place = dense.untyped_storage().data_ptr()
+        own[name] = dense.clone() if place in memory else dense
+        memory.add(place)
+    return own
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for name, one in value.items():
+        yield from _leaves(f"{prefix}.{name}" if prefix else str(name), one)
+
+
+def _write(file: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save  # `save_file` makes files that only their owner can read
+
+    try:
+        content = save(dict(tensors), dict(facts))
+    except (SafetensorError, KeyError, ValueError) as error:
+        kinds = ", ".join(sorted({str(one.dtype) for one in tensors.values()}))
+        raise ValueError(f"A safetensors file cannot have tensors of {kinds}. Cast them, and use save_file.") from error
+    temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    with explained(f"{file} cannot be written", "Make room there, make it writable, or pass another -o FILE."):
+        with replacing(file, temporary):
+            write_new(temporary, [content])
+        sync_folder(file.absolute().parent)
+
+
+def warm_start(
+    source: Source, world: World, state: Mapping[str, object], folder: Path | None, *, resume: bool | None
+) -> str | None:
+    """Give modules and optimizers the values of another run, unless the run in the folder resumes.
+
+    A part of `state` takes those of the part of its name. An optimizer takes its moments, and keeps the script's
+    settings, such as the learning rate. Other parts count steps, as schedules do, and start from scratch. Every rank
+    must call this.
+
+    Args:
+        source: a run folder, of which the newest checkpoint is taken, or the folder of a checkpoint.
+        world: from `join_world`.
+        state: the job's objects by name.
+        folder: the new run's; None without one.
+        resume: of `Loop`.
+
+    Returns:
+        Where the values came from; None where the run resumes.
+
+    Raises:
+        ValueError: no run, no valid checkpoint, no module of its name in `state`, or one of another structure.
+        OSError: the checkpoint cannot be read now.
+        PeerFailed: another rank raised one of these.
+    """
+    takers = {name: one for name, one in state.items() if isinstance(one, nn.Module | Optimizer)}
+
+    def read() -> tuple[tuple[str, str], SerializedState] | None:
+        if folder is not None and resume is not False and any((folder / CHECKPOINTS).glob("step-*")):
+            return None
+        found = read_checkpoint(source, say=world.say)
+        job = job_of(found)
+        parts = {name: job[name] for name in takers if name in job}
+        if not any(isinstance(takers[name], nn.Module) for name in parts):
+            modules = [name for name, one in takers.items() if isinstance(one, nn.Module)]
+            raise ValueError(
+                f"resume_from={str(source)!r} has none of the modules in state=: {found.path} has "
+                f"{', '.join(job)}; state= has {', '.join(modules)}. Use the same names."
+            )
+        others = [name for name in state if name not in parts]
+        fresh = f"; {listed(others)} start{'s' if len(others) == 1 else ''} from scratch" if others else ""
+        return (f"starts with {listed(list(parts))} of {found.path}{fresh}", str(found.path)), to_tree(parts)
+
+    taken = read_on_rank_zero(world, read)
+    if taken is None:
+        return None
+    (line, origin), packed = taken
+    with world.failing_together(TypeError, ValueError, RuntimeError):
+        _restore(takers, from_tree(packed), origin)
+    world.say(line)
+    return origin
+
+
+def _restore(takers: Mapping[str, object], kept: Mapping[str, Any], origin: str) -> None:
+    """Check all parts, and only then change them."""
+    fitting: list[tuple[object, Any]] = []
+    for name, values in kept.items():
+        taker = takers[name]
+        fitted, wrong = (_moments_for if isinstance(taker, Optimizer) else _weights_for)(taker, values)
+        if wrong:
+            more = f", and {len(wrong) - _DIFFERENCES} more" if len(wrong) > _DIFFERENCES else ""
+            what = "; ".join(wrong[:_DIFFERENCES])
+            raise ValueError(f"state[{name!r}] does not fit {origin}: {what}{more}. {_REMEDY}")
+        fitting.append((taker, fitted))
+    for taker, fitted in fitting:
+        restore_part(taker, fitted)
+
+
+def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:
+    """The state dict with the names of this module, and what does not fit."""
+    own: Mapping[str, Any] = module.state_dict()
+    short = plain_names(OrderedDict((name, name) for name in own))
+    kept = plain_names(values)
+    wrong = [f"{name} is missing there" for name in short if name not in kept]
+    wrong += [f"{name} is there alone" for name in kept if name not in short]
+    for name, full in short.items():
+        here = _shape(own[full])
+        there = _shape(kept.get(name))
+        if name in kept and here != there:
+            wrong.append(f"{name} has shape {here}, there {there}")
+    named = OrderedDict((short.get(name, name), one) for name, one in kept.items())
+    if hasattr(kept, "_metadata"):
+        named._metadata = kept._metadata  # type: ignore[attr-defined]
+    return named, wrong
+
+
+def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
+    """The optimizer's state with the settings of this one, and what does not fit."""
+    own = optimizer.state_dict()["param_groups"]
+    kept = values["param_groups"]
+    here, there = ([str(len(group["params"])) for group in groups] or ["none"] for groups in (own, kept))
+    wrong = [] if here == there else [f"its groups have {listed(here)} parameters, there {listed(there)}"]
+    lacking = {setting for group in kept for setting in optimizer.defaults if setting not in group}
+    if lacking:
+        wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
+    groups = [{**mine, "params": group["params"]} for mine, group in zip(own, kept, strict=False)]
+    return {**values, "param_groups": groups}, wrong
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return "none" if shape is None else str(tuple(shape))

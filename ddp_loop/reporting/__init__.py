@@ -7,7 +7,6 @@ from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, TailUpdate, column
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
-from ddp_loop.reporting.run_commands import RunQuery, best_run, list_runs
 from ddp_loop.reporting.run_records import (
     NO_RUNS_BELOW,
     TRIAL,
@@ -20,6 +19,7 @@ from ddp_loop.reporting.run_records import (
     state_of,
     total_steps,
 )
+from ddp_loop.reporting.run_table import RunQuery, best_run, list_runs
 from ddp_loop.reporting.sink_calls import OnRow, Receivers, RunStart, all_of
 from ddp_loop.reporting.sweep_files import (
     AGAIN,

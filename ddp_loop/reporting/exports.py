@@ -59,7 +59,14 @@ def export(run: Path, style: PictureStyle = PictureStyle()) -> list[Path]:
         ValueError: there are no rows.
     """
     rows = _rows_of(run)
-    table = _write_table(rows, run / TABLE)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = run / TABLE
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows(
+            ["nan" if name in row and row[name] is None else row.get(name) for name in names] for row in rows
+        )
     title = run.absolute().name if style.title is None else style.title
     return [*_draw(_panels(rows, *_beside_rows(run)), run / PICTURES, title, style), table]
 
@@ -108,14 +115,12 @@ def _beside_rows(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def _draw(panels: Mapping[str, Any], folder: Path, title: str, style: PictureStyle) -> list[Path]:
-    loss = {name: panel for name, panel in panels.items() if name == "loss"}
-    others = {name: panel for name, panel in panels.items() if name != "loss"}
     look: dict[str, Any] = {"title": title, "smoothing": style.smoothing, "log": style.log}
     return [
-        plots.curves(part, folder / f"{name}.{kind}", **look)
-        for name, part in (("loss", loss), ("metrics", others))
+        plots.curves(part, folder / f"{file}.{kind}", **look)
+        for file in ("loss", "metrics")
+        if (part := {name: panel for name, panel in panels.items() if (name == "loss") == (file == "loss")})
         for kind in ("png", "svg")
-        if part
     ]
 
 
@@ -143,16 +148,5 @@ def _panels(
 
 def _column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Return iterations and values; null is NaN."""
-    found = [(float(row["iteration"]), row[name]) for row in rows if name in row and "iteration" in row]
+    found = [(float(row["iteration"]), row[name]) for row in rows if name in row]
     return [at for at, _ in found], [math.nan if value is None else float(value) for _, value in found]
-
-
-def _write_table(rows: list[dict[str, Any]], path: Path) -> Path:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows(
-            ["nan" if name in row and row[name] is None else row.get(name) for name in names] for row in rows
-        )
-    return path

@@ -10,7 +10,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import FileIO
 from itertools import pairwise
@@ -107,18 +107,12 @@ class _ScannedRows:
         damaged: the spans of lines that are not rows and are not cut off.
         is_sound: whether the rows that stay are the beginning of the file, in order.
         is_in_order: whether the rows that stay are in order in the file.
-        size: of that beginning, in bytes.
-        last: its last row; empty without one.
-        known: the rows of the last iteration that stays.
     """
 
     places: npt.NDArray[np.int64]
     damaged: list[tuple[int, int]]
     is_sound: bool
     is_in_order: bool
-    size: int
-    last: Row
-    known: list[Row]
 
 
 def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
@@ -132,8 +126,6 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
     """
     places = array("q")
     damaged: list[tuple[int, int]] = []
-    known: list[Row] = []
-    last: Row = {}
     before = -1  # the iteration of the row before
     size = 0
     is_sound = ends = True
@@ -151,11 +143,9 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
         places.extend((row["iteration"], end - len(text), end))
         is_sound = is_sound and end - len(text) == size and row["iteration"] - before >= once
         before = row["iteration"]
-        known += [row] if before == after else []
         ends = line.endswith(b"\n")
         if is_sound:
             size = end
-            last = row
             each(row)
     found = np.array(places, dtype=np.int64).reshape(-1, 3)
     is_in_order = bool((np.diff(found[:, 0]) >= once).all())
@@ -164,7 +154,7 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
         damaged = sorted(damaged + replaced)
     if once and len(found) == after:
         damaged = [span for span in damaged if span[0] < found[:, 2].max(initial=0)]
-    return _ScannedRows(found, damaged, is_sound and ends and not damaged, is_in_order, size, last, known)
+    return _ScannedRows(found, damaged, is_sound and ends and not damaged, is_in_order)
 
 
 def _is_whole(row: Row, once: bool) -> bool:
@@ -218,7 +208,7 @@ class JsonlWriter:
     """A JSON Lines file that grows by whole lines; a line that was written in part is cut off.
 
     Args:
-        path: the file, created if it is missing: with `once` now, otherwise by its first line.
+        path: the file, created if it is missing: with `once` now, otherwise by its first line. None takes nothing.
         after: rows of later iterations are cut off; see [Note: Damage] for what is damaged.
         warn: called with a message when lines cannot be written, and when they can again.
         on_full: what happens to lines that cannot be written: "raise" raises OSError, "keep" keeps the newest
@@ -239,7 +229,7 @@ class JsonlWriter:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         after: int,
         warn: Callable[[str], None],
         on_full: OnFull,
@@ -248,10 +238,10 @@ class JsonlWriter:
         once: bool = False,
         sum_before: FileSum | None = None,
     ) -> None:
-        self._path = path
+        self._path = path or Path()
         self._warn = warn
         self._on_full = on_full
-        self._folder = identity(path.parent)
+        self._folder = identity(self._path.parent)
         self._file: FileIO | None = None
         self._size = 0  # of the whole lines in the open file
         self._sum = hashlib.sha256()
@@ -259,12 +249,12 @@ class JsonlWriter:
         self._lines: list[str] = []
         self.lost = 0
         self._problem: OSError | None = None  # while the file cannot be written
-        self._is_over = False
+        self._is_over = path is None
         self.elapsed_s = 0.0
         self.known: list[Row] = []
         self.notice = ""
         before, digest = sum_before or (0, "")
-        if once or before or path.exists():
+        if path is not None and (once or before or path.exists()):
             try:
                 with self._explaining():
                     self._recover(after, begin or (lambda: lambda row: None), once)
@@ -282,7 +272,8 @@ class JsonlWriter:
 
     def add(self, line: str) -> None:
         """Add a line, which the next `flush` writes."""
-        self._lines.append(line)
+        if not self._is_over:
+            self._lines.append(line)
 
     def flush(self) -> None:
         """Write the added lines.
@@ -355,24 +346,30 @@ class JsonlWriter:
             with suppress(OSError):  # some file systems write only now
                 file.close()
 
-    def _scan(self, after: int, each: Each, once: bool) -> _ScannedRows:
+    def _scan(self, after: int, begin: Callable[[], Each], once: bool) -> _ScannedRows:
+        each = begin()
+        self.known = []
+
+        def take(row: Row) -> None:
+            self.elapsed_s = float(row["elapsed_s"])
+            self.known += [row] if row["iteration"] == after else []
+            each(row)
+
         file = self._open()
         file.seek(0)
         with open(file.fileno(), "rb", closefd=False) as reader:
-            return _scan(reader, after, each, once)
+            return _scan(reader, after, take, once)
 
     def _recover(self, after: int, begin: Callable[[], Each], once: bool) -> None:
         """Cut the file back to the rows that stay, and describe what was damaged."""
-        found = self._scan(after, begin(), once)
+        found = self._scan(after, begin, once)
         notices = [] if found.is_sound else self._mend(found)
         if once and (missing := _missing(found.places[:, 0].tolist(), after)):
             notices.append(f"{missing} from {self._path.name}")
         self.notice = "; ".join(notices)
         if not found.is_sound:
-            found = self._scan(after, begin(), once)
-        self.elapsed_s = float(found.last.get("elapsed_s", 0.0))
-        self.known = found.known
-        self._size = found.size
+            found = self._scan(after, begin, once)
+        self._size = int(found.places[:, 2].max(initial=0))
         self._cut(self._open())
 
     def _check_sum(self, size: int, digest: str) -> None:
@@ -416,3 +413,35 @@ class JsonlWriter:
 
     def _explaining(self) -> AbstractContextManager[None]:
         return explained(f"{self._path} cannot be written", REPAIR)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Opens the files of lines in a run folder.
+
+    Attributes:
+        folder: of the run; without one the files take nothing.
+        after: the iteration that the run resumes from.
+        warn: called with a message when a file is damaged, cannot be written, and can again.
+        sums: of the files in the checkpoint, by name.
+    """
+
+    folder: Path | None
+    after: int
+    warn: Callable[[str], None]
+    sums: Mapping[str, FileSum] = field(default_factory=dict)
+
+    def open(
+        self, name: str, on_full: OnFull, begin: Callable[[], Each] | None = None, *, once: bool = False, fate: str = ""
+    ) -> JsonlWriter:
+        """Open a file; `fate` ends the message about what is damaged. See `JsonlWriter`.
+
+        Raises:
+            OSError: the file cannot be read or written.
+        """
+        path = None if self.folder is None else self.folder / name
+        before = self.sums.get(name)
+        file = JsonlWriter(path, self.after, self.warn, on_full, begin, once=once, sum_before=before)
+        if file.notice:
+            self.warn(f"{self.folder}: {file.notice}{fate}")
+        return file

@@ -1,7 +1,8 @@
-"""What a script logs beside the rows of a run: numbers, texts, images, tables; in the run folder and in the sinks.
+"""What a script logs beside the rows of a run: evaluations, numbers, texts, images, tables; in its folder, in sinks.
 
 [Note: Once] The script of a resumed run repeats what follows the checkpoint's step, and logs it again. Lines of later
-steps are cut off, and of the checkpoint's own step a value is left out that the file has already.
+steps are cut off, and of the checkpoint's own step a value is left out that the file has already. An evaluation with
+the results of an earlier one of its iteration is not written again either.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isfinite
+from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import HostCopy, is_asynchronous
-from ddp_loop.checkpoint import IMAGE_FOLDER, IMAGES, LOGGED, TEXTS, FileSum
-from ddp_loop.reporting.evaluations import is_same
+from ddp_loop.checkpoint import EVALUATIONS, IMAGE_FOLDER, IMAGES, LOGGED, TEXTS
 from ddp_loop.reporting.images import png
-from ddp_loop.reporting.jsonl import JsonlWriter, line_of
-from ddp_loop.reporting.jsonl_tail import CHUNK
+from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles, line_of
+from ddp_loop.reporting.jsonl_tail import CHUNK, is_number
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.tables import tables_of
 
+_REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 MOST_TEXT = 65_536  # letters of a logged text
 _PLACE = ("epoch", "iteration", "elapsed_s")
 _OF_TABLES = ("name", "iteration", "rows", "columns", "values")
@@ -62,62 +63,41 @@ class LoggedValues:
     """Takes what the script logs, on rank 0; values of a device are written when they have arrived.
 
     Args:
-        folder: of the run; None without one.
-        after: the iteration that the run resumes from.
+        run: opens the files.
         sinks: get everything, too.
-        warn: called with a message when a file cannot be written.
         began: when the run began, by the monotonic clock.
         show: called with the values of a line, and the epoch that they belong to.
-        sums: of the files in the checkpoint, by name.
+
+    Raises:
+        OSError: the file of evaluations cannot be read or written.
+
+    Attributes:
+        run: of the arguments.
+        files: what is written, by name.
     """
 
     def __init__(
         self,
-        folder: Path | None,
-        after: int,
+        run: RunFiles,
         sinks: SinkCalls,
-        warn: Callable[[str], None],
         began: float,
-        show: Callable[[Mapping[str, float], int], None] | None = None,
-        sums: Mapping[str, FileSum] | None = None,
+        show: Callable[[Mapping[str, float], int], None] = lambda values, epoch: None,
     ) -> None:
-        self._folder = folder
-        self._after = after
+        self.run = run
         self._sinks = sinks
-        self._warn = warn
         self._began = began
         self._show = show
         self._waiting: deque[_Line] = deque()
         self._is_open = False  # whether the last one may get more values
-        self._files: dict[str, JsonlWriter] = {}
-        self._tables: list[dict[str, Any]] = []
+        self.files = {EVALUATIONS: run.open(EVALUATIONS, "drop")}
+        self.files |= {name: _opened(run, name) for name in (LOGGED, TEXTS, IMAGES)}
+        self._tables: list[dict[str, Any]] = []  # and values: of the checkpoint's step, by an earlier process
         self._known: dict[str, float | None] = {}
-        if folder is not None:
-            for name in (LOGGED, TEXTS, IMAGES):
-                self._open_file(folder / name, (sums or {}).get(name))
-            _remove_later_images(folder / IMAGE_FOLDER, after)
-            self._tables = tables_of(folder, after)
-            for line in self._lines_before(LOGGED):
-                self._known |= {name: one for name, one in line.items() if name not in _PLACE}
-
-    def _open_file(self, path: Path, sum_before: FileSum | None) -> None:
-        try:
-            file = JsonlWriter(path, self._after, self._warn, "keep", sum_before=sum_before)
-        except OSError as error:
-            self._warn(f"{error} Training continues without it.")
-            return
-        self._files[path.name] = file
-        if file.notice:
-            self._warn(f"{path.parent}: {file.notice}")
-
-    def _lines_before(self, name: str) -> list[dict[str, Any]]:
-        """The lines of the checkpoint's step that an earlier process wrote."""
-        return self._files[name].known if name in self._files else []
-
-    @property
-    def sums(self) -> dict[str, FileSum]:
-        """The sums of the files that there are, by name."""
-        return {name: file.sum for name, file in self._files.items()}
+        if run.folder is not None:
+            _remove_later_images(run.folder / IMAGE_FOLDER, run.after)
+            self._tables = tables_of(run.folder, run.after)
+        for line in self.files[LOGGED].known:
+            self._known |= {name: one for name, one in line.items() if name not in _PLACE}
 
     def add(self, epoch: int, iteration: int, values: dict[str, Logged]) -> None:
         """Add values of a step; a later value of the same name and step replaces the earlier one."""
@@ -146,41 +126,53 @@ class LoggedValues:
 
     def write(self) -> None:
         """Write the lines that were handed on."""
-        for file in self._files.values():
+        for file in self.files.values():
             file.flush()
 
     def close(self) -> None:
         """Write all, and close the files."""
         self.flush_all()
-        for file in self._files.values():
+        for file in self.files.values():
             file.close()
 
     def _hand_on(self, line: _Line) -> None:
         values = {
             name: one if isinstance(one, float) else float(one.wait().item()) for name, one in line.values.items()
         }
-        if line.place["iteration"] == self._after:  # see [Note: Once]
+        if line.place["iteration"] == self.run.after:  # see [Note: Once]
             values = {name: one for name, one in values.items() if not self._has(name, one)}
             if not values:
                 return
-        if LOGGED in self._files:
-            for text in line.texts(values):
-                self._files[LOGGED].add(text)
+        for text in line.texts(values):
+            self.files[LOGGED].add(text)
         if self._sinks:
             self.write()  # before a sink has it: what a killed run gave to sinks is known when it resumes
             self._sinks.call("logged", line.place | values | {"elapsed_s": round(line.elapsed_s, 4)})
-        if self._show is not None:
-            self._show(values, line.place["epoch"])
+        self._show(values, line.place["epoch"])
 
     def _has(self, name: str, value: float) -> bool:
-        return name in self._known and is_same(value if isfinite(value) else None, self._known[name])
+        return name in self._known and _is_same(value if isfinite(value) else None, self._known[name])
 
-    # -- texts, images, tables ---------------------------------------------------------------------------------
+    # -- evaluations, texts, images, tables --------------------------------------------------------------------
+
+    def add_evaluation(self, epoch: int, iteration: int, result: Mapping[str, float]) -> None:
+        """Write an evaluation that was made after this iteration: {epoch, iteration, <metrics>, samples, elapsed_s}."""
+        place = {"epoch": epoch, "iteration": iteration}
+        values = {name: value if isfinite(value) else None for name, value in result.items()}
+        elapsed_s = round(time.monotonic() - self._began, 4)
+        line = place | values | place | {"elapsed_s": elapsed_s}  # metrics cannot replace the place
+        known = self.files[EVALUATIONS].known
+        known[:] = [one for one in known if one["iteration"] == iteration]
+        if any(_is_repeated(one, line) for one in known):
+            return
+        known.append(line)
+        self._write_line(EVALUATIONS, line)
+        self._sinks.call("evaluated", line)
 
     def add_text(self, epoch: int, iteration: int, name: str, text: str) -> None:
         """Write a text; a long one is cut, with a warning."""
         if len(text) > MOST_TEXT:
-            self._warn(f"The text {name} has {len(text):,} characters and is cut after {MOST_TEXT:,}.")
+            self.run.warn(f"The text {name} has {len(text):,} characters and is cut after {MOST_TEXT:,}.")
             text = f"{text[:MOST_TEXT]}\n[cut: {len(text):,} characters]"
         text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no letter for others
         line = self._line(epoch, iteration, {"name": name, "text": text})
@@ -193,15 +185,15 @@ class LoggedValues:
         file = f"{IMAGE_FOLDER}/{hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()[:8]}-{iteration}.png"
         height, width, _ = pixels.shape
         line = self._line(epoch, iteration, {"name": name, "file": file, "width": width, "height": height})
-        if self._folder is not None:
-            path = self._folder / file
+        if self.run.folder is not None:
+            path = self.run.folder / file
             try:
                 path.parent.mkdir(exist_ok=True)
                 temporary = path.with_name(f".{path.name}-{os.getpid()}")
                 temporary.write_bytes(png(pixels))
                 temporary.replace(path)
             except OSError as error:
-                self._warn(f"{path} cannot be written: {error.strerror or error}. Training continues.")
+                self.run.warn(f"{path} cannot be written: {error.strerror or error}. Training continues.")
                 return
         if self._add_once(IMAGES, line, ("name", "file")):
             self._sinks.call("log_image", name, pixels, iteration)
@@ -219,12 +211,34 @@ class LoggedValues:
 
     def _add_once(self, name: str, line: dict[str, Any], keys: tuple[str, ...]) -> bool:
         """Write a line unless the resumed run wrote it before; returns whether it was new. See [Note: Once]."""
-        if any(all(one.get(key) == line[key] for key in ("iteration", *keys)) for one in self._lines_before(name)):
+        if any(all(one.get(key) == line[key] for key in ("iteration", *keys)) for one in self.files[name].known):
             return False
-        if (file := self._files.get(name)) is not None:
-            file.add(json.dumps(line) + "\n")
-            file.flush()
+        self._write_line(name, line)
         return True
+
+    def _write_line(self, name: str, line: Mapping[str, Any]) -> None:
+        self.files[name].add(json.dumps(line) + "\n")
+        self.files[name].flush()
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two values are the same, up to the rounding on different numbers of ranks; null is not finite."""
+    if is_number(one) and is_number(other):
+        return isclose(one, other, rel_tol=_REDONE, abs_tol=_REDONE**2)
+    return one == other
+
+
+def _is_repeated(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two evaluations have the same results."""
+    return tuple(one) == tuple(other) and all(name == "elapsed_s" or _is_same(one[name], other[name]) for name in one)
+
+
+def _opened(run: RunFiles, name: str) -> JsonlWriter:
+    try:
+        return run.open(name, "keep")
+    except OSError as error:
+        run.warn(f"{error} Training continues without it.")
+        return JsonlWriter(None, run.after, run.warn, "keep")
 
 
 def _remove_later_images(folder: Path, after: int) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.checkpoint import (
-    EVALUATIONS,
     PICTURES,
     RANKS,
     ROWS,
@@ -25,20 +24,19 @@ from ddp_loop.checkpoint import (
     TABLE,
     Checkpointer,
     CheckpointStore,
-    FileSum,
     best_of,
+    is_running,
     read_json,
     run_id_of,
 )
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
 from ddp_loop.reporting.console import ConsoleLog
-from ddp_loop.reporting.evaluations import EvaluationLog, record_evaluation
 from ddp_loop.reporting.exports import export_if_small
-from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
+from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles, line_of
 from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.notebook_display import open_notebook
-from ddp_loop.reporting.rows import EpochMeans, RowMeta, jsonl_line
+from ddp_loop.reporting.rows import EpochMeans, RowMeta
 from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, Throughput, TrainingLength
@@ -48,33 +46,15 @@ FLUSH_S = 0.5  # between two flushes of rows.jsonl
 BATCH_S = 0.05  # between two dispatches: several rows at once cost less each
 
 
-class FinalPictures:
-    """Draws a run's curves when the world is left, with the evaluations after the loop; keeps nothing of the loop.
-
-    Args:
-        world: from `join_world`.
-
-    Attributes:
-        folder: of the run; None for no pictures.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.folder: Path | None = None
-        world.on_leaving(self.draw)
-
-    def draw(self) -> None:
-        """Draw them, unless the world is left by an exception."""
-        folder = self.folder
-        self.folder = None
-        if folder is None or self._world.ended_by is not None:
-            return
+def _draw_pictures(folders: list[Path], world: World) -> None:
+    """Draw runs' curves when the world is left, but not by an exception, with the evaluations after the loop."""
+    for folder in folders if world.ended_by is None else ():
         try:
             export_if_small(folder)
         except Exception as error:  # a picture is not worth a run
-            self._world.say(f"{folder} was not drawn. {error!r}")
+            world.say(f"{folder} was not drawn. {error!r}")
         if sys.stdout.isatty() and (there := results_in(folder)):
-            self._world.print(f"{folder}: {', '.join(there)}")
+            world.print(f"{folder}: {', '.join(there)}")
 
 
 def results_in(folder: Path) -> list[str]:
@@ -111,9 +91,16 @@ def _close(logged: LoggedValues, sinks: SinkCalls, world: World) -> None:
         sinks.close(world.ended_by)
 
 
-def _sums_of(files: Mapping[str, JsonlWriter | None], logged: LoggedValues) -> dict[str, FileSum]:
-    """The sums of the files of rows, for a checkpoint. See [Note: Sums] in `jsonl`."""
-    return {name: file.sum for name, file in files.items() if file is not None} | logged.sums
+def _record_evaluation(
+    logged: LoggedValues | None, where: LoopPosition, console: ConsoleLog, result: Mapping[str, float]
+) -> None:
+    """Record an evaluation of a loop; after the loop's end only if no other process runs in the folder.
+
+    It needs the loop's position, and not its state, which is free after the loop's end.
+    """
+    if logged is None or (console.has_ended and logged.run.folder is not None and is_running(logged.run.folder)):
+        return
+    logged.add_evaluation(where.epoch, where.iteration, result)
 
 
 class _Sent(NamedTuple):
@@ -133,7 +120,7 @@ class RowDispatcher:
     """Hands the rows of a run on, in order, on rank 0.
 
     Args:
-        lines: the writer of rows.jsonl; None writes nothing.
+        lines: the writer of rows.jsonl.
         sinks: get each row, a dict, soon after its update; see `sinks`.
         logged: what the script logs beside the rows.
         terminal: shows the rows; None shows nothing.
@@ -145,7 +132,7 @@ class RowDispatcher:
 
     def __init__(
         self,
-        lines: JsonlWriter | None,
+        lines: JsonlWriter,
         sinks: SinkCalls,
         logged: LoggedValues,
         terminal: Terminal | None,
@@ -155,7 +142,6 @@ class RowDispatcher:
         self._sinks = sinks
         self._logged = logged
         self._terminal = terminal
-        self._began = began
         self._sent: deque[_Sent] = deque()
         self._flushed = self._due = time.monotonic()
         self._rate = Throughput(self._flushed - began)
@@ -174,13 +160,10 @@ class RowDispatcher:
         """Whether it is time to hand rows on."""
         return time.monotonic() >= self._due
 
-    def add(self, epoch: int, iteration: int, samples: int, is_last_of_epoch: bool,
-            names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:  # fmt: skip
+    def add(self, moment: RowMeta, names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:
         """Add the row of an update: `values`, shape (len(names),), on any device, and `known` values of the host."""
-        elapsed_s = round(time.monotonic() - self._began, 4)
-        moment = RowMeta(epoch, iteration, samples, elapsed_s, is_last_of_epoch)
         self._sent.append(_Sent(moment, names, HostCopy(values), known))
-        if is_last_of_epoch:
+        if moment.is_last_of_epoch:
             self._logged.end_line()
             self.flush_ready()
 
@@ -207,8 +190,7 @@ class RowDispatcher:
             if self._terminal is not None:
                 ending.callback(self._terminal.close, last_words)
             ending.callback(self._sinks.end_loop)
-            if self._lines is not None:
-                ending.callback(self._lines.close)
+            ending.callback(self._lines.close)
             self._logged.flush_all()
             self._dispatch(wait=True)
 
@@ -217,22 +199,19 @@ class RowDispatcher:
         rows = []
         while self._sent and (wait or self._sent[0].values.ready()):
             rows.append(self._sent.popleft().row())
-        if self._lines is not None:
-            for moment, values in rows:
-                self._lines.add(jsonl_line(moment, values))
+        for moment, values in rows:
+            self._lines.add(line_of(moment.place, values, moment.elapsed_s))
         for moment, values in rows:
             if self._sinks:
                 rate = round(self._rate.take(moment.elapsed_s, moment.samples), 1)
-                place = {"epoch": moment.epoch, "iteration": moment.iteration, "samples": moment.samples}
-                self._sinks.row({**place, **values, "samples_per_s": rate, "elapsed_s": moment.elapsed_s})
+                self._sinks.row({**moment.place, **values, "samples_per_s": rate, "elapsed_s": moment.elapsed_s})
             if self._terminal is not None:
                 self._terminal.take(moment, values)
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
         self._logged.write()
-        if self._lines is not None:
-            self._lines.flush()
+        self._lines.flush()
 
 
 class Reporter:
@@ -258,13 +237,12 @@ class Reporter:
         self._sinks = SinkCalls((), world.print)
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
-        self._evaluations: EvaluationLog | None = None
-        self._ranks: JsonlWriter | None = None
-        self._row_file: JsonlWriter | None = None
+        self._files: dict[str, JsonlWriter] = {}
         self._console = ConsoleLog(world.print)
         self._usage: UsageLog | None = None
         world.on_leaving(partial(_end_console, self._console, world))  # as the last one, with what others print
-        self._pictures = FinalPictures(world)
+        self._drawn: list[Path] = []  # the run folder, if it gets pictures
+        world.on_leaving(partial(_draw_pictures, self._drawn, world))
         self._draws = self._must_gather = False
 
     def open_console(self, folder: Path) -> None:
@@ -285,32 +263,35 @@ class Reporter:
         Raises:
             ImportError, OSError, ValueError: a file cannot be written.
         """
-        after = self._where.iteration
+        where = self._where
         world = self._world
-        if self._checkpointer is None and not receivers and not progress:
+        checkpointer = self._checkpointer
+        if checkpointer is None and not receivers and not progress:
             return None
+        run = RunFiles(None, where.iteration, world.print)
+        if checkpointer is not None:
+            run = RunFiles(checkpointer.folder, where.iteration, checkpointer.say, checkpointer.sums)
         epoch = EpochMeans()
-        file = None if self._checkpointer is None else self._open_files(self._checkpointer, after, epoch)
+        ranks = run.open(RANKS, "drop")
+        continues = checkpointer is not None and checkpointer.continues
+        fate = "" if where.has_no_step_left else f"; training continues at step {where.iteration + 1}"
+        rows = run.open(ROWS, "keep" if continues else "raise", epoch.begin, once=True, fate=fate)
+        self._began -= rows.elapsed_s
         if progress:
             if world.size > 1:
                 world.print(world)
-            extent = TrainingLength(**self._where.extent, after=after, ranks=world.size, device=str(world.device))
+            extent = TrainingLength(**where.extent, after=run.after, ranks=world.size, device=str(world.device))
             self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
         self._sinks = SinkCalls(receivers, world.print)
-        folder = None if self._checkpointer is None else self._checkpointer.folder
-        self._sinks.call("begin", _start_of(folder, config, after))
-        show = None if self._terminal is None else self._terminal.take_logged
-        warn = world.print if self._checkpointer is None else self._checkpointer.say
-        sums = {} if self._checkpointer is None else self._checkpointer.sums
-        self.logged = LoggedValues(folder, after, self._sinks, warn, self._began, show, sums)
+        shown = {} if self._terminal is None else {"show": self._terminal.take_logged}
+        self.logged = LoggedValues(run, self._sinks, self._began, **shown)
         world.on_leaving(partial(_close, self.logged, self._sinks, world))
-        if self._evaluations is None:
-            self._evaluations = EvaluationLog(None, after, warn)
-        if self._checkpointer is not None:
-            files = {ROWS: file, RANKS: self._ranks, EVALUATIONS: self._evaluations.file}
-            self._checkpointer.sum_files = partial(_sums_of, files, self.logged)
-        self.rows = RowDispatcher(file, self._sinks, self.logged, self._terminal, self._began)
-        self._draws = progress and file is not None
+        self._sinks.call("begin", _start_of(run.folder, config, run.after))
+        files = self._files = {ROWS: rows, RANKS: ranks, **self.logged.files}
+        if checkpointer is not None:
+            checkpointer.sum_files = lambda: {name: file.sum for name, file in files.items()}
+        self.rows = RowDispatcher(rows, self._sinks, self.logged, self._terminal, self._began)
+        self._draws = progress
         return secrets.token_hex(4)
 
     def open(self, key: str | None) -> None:
@@ -319,29 +300,12 @@ class Reporter:
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
         folder = None if self._checkpointer is None else self._checkpointer.folder
-        record = partial(record_evaluation, self._evaluations, self._sinks, folder, self._where, self._began)
-        world.on_evaluated = partial(record, self._console)
+        world.on_evaluated = partial(_record_evaluation, self.logged, self._where, self._console)
         if folder is not None:
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
             facts = world.rank, world.device, lambda: where.iteration, began, world.print
             self._usage = UsageLog(folder, *facts)
-
-    def _open_files(self, checkpointer: Checkpointer, after: int, epoch: EpochMeans) -> JsonlWriter:
-        folder = checkpointer.folder
-        say = checkpointer.say
-        sums = checkpointer.sums
-        self._evaluations = EvaluationLog(folder / EVALUATIONS, after, say, sums.get(EVALUATIONS))
-        self._ranks = JsonlWriter(folder / RANKS, after, say, "drop", sum_before=sums.get(RANKS))
-        on_full: OnFull = "keep" if checkpointer.continues else "raise"
-        rows = JsonlWriter(folder / ROWS, after, say, on_full, epoch.begin, once=True, sum_before=sums.get(ROWS))
-        self._row_file = rows
-        for file in (self._evaluations.file, self._ranks, rows):
-            if file is not None and file.notice:
-                continues = file is rows and not self._where.has_no_step_left
-                say(f"{folder}: {file.notice}" + (f"; training continues at step {after + 1}" if continues else ""))
-        self._began -= rows.elapsed_s
-        return rows
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -368,7 +332,9 @@ class Reporter:
             return
         where = self._where
         ends = where.is_last_of_epoch(mini_batch) or where.has_made_all
-        self.rows.add(mini_batch.epoch, where.iteration, mini_batch.samples, ends, names, values, known)
+        elapsed_s = round(time.monotonic() - self._began, 4)
+        moment = RowMeta(mini_batch.epoch, where.iteration, mini_batch.samples, elapsed_s, ends)
+        self.rows.add(moment, names, values, known)
         if self._must_gather:
             self._must_gather = False
             self._gather()
@@ -378,10 +344,9 @@ class Reporter:
         ranks = [] if self._timings is None else self._timings.gather()
         if not ranks:
             return
-        if self._ranks is not None:
-            place = {"iteration": self._where.iteration, "elapsed_s": round(time.monotonic() - self._began, 4)}
-            self._ranks.add(json.dumps({**place, "ranks": ranks}) + "\n")
-            self._ranks.flush()
+        place = {"iteration": self._where.iteration, "elapsed_s": round(time.monotonic() - self._began, 4)}
+        self._files[RANKS].add(json.dumps({**place, "ranks": ranks}) + "\n")
+        self._files[RANKS].flush()
         if self._terminal is not None:
             self._terminal.take_ranks(ranks)
 
@@ -400,7 +365,7 @@ class Reporter:
         checkpointer = self._checkpointer
         has_new = self._where.iteration > self._where.resumed_at
         if checkpointer is not None and self._draws and has_new and checkpointer.has_folder:
-            self._pictures.folder = checkpointer.folder
+            self._drawn.append(checkpointer.folder)
         if self._world.ended_by is None:
             self._gather()
         rows.close(last_words)
@@ -408,7 +373,7 @@ class Reporter:
     @property
     def lost_rows(self) -> int:
         """How many rows could not be written, on rank 0."""
-        return 0 if self._row_file is None else self._row_file.lost
+        return self._files[ROWS].lost if self._files else 0
 
     def end(self) -> None:
         """Note that the loop has ended; others may run in its folder."""

@@ -7,8 +7,6 @@ from functools import lru_cache
 from math import nan
 from typing import Any, NamedTuple
 
-from ddp_loop.reporting.jsonl import line_of
-
 NORM = "gradient_norm"
 RATE = "learning_rate"
 UNUSED = "unused_samples"
@@ -110,8 +108,7 @@ class RowMeta(NamedTuple):
     elapsed_s: float
     is_last_of_epoch: bool
 
-
-def jsonl_line(moment: RowMeta, values: dict[str, float]) -> str:
-    """Format a row as a line of JSON; values that are not finite become null."""
-    place = {"epoch": moment.epoch, "iteration": moment.iteration, "samples": moment.samples}
-    return line_of(place, values, moment.elapsed_s)
+    @property
+    def place(self) -> dict[str, int]:
+        """Where it is in the run, as files and sinks have it."""
+        return {"epoch": self.epoch, "iteration": self.iteration, "samples": self.samples}

@@ -11,9 +11,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ NO_RUNS_BELOW = frozenset(  # names of folders
 )
 _TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
-_MOST_READERS = 20_000
 _MOST_TEXT = 500  # letters of a note, or of a name
 Stamp = tuple[int, int, int]
 Values = npt.NDArray[np.float64]
@@ -146,11 +146,8 @@ def state_of(folder: Path, status: Mapping[str, Any], trial: Mapping[str, Any]) 
 
 def total_steps(extent: Mapping[str, Any]) -> int | None:
     """Return the number of updates of a whole run, from its status; None if it is unknown."""
-    by_epochs = None
-    if (epochs := _count(extent.get("epochs"))) and (each := _count(extent.get("steps_per_epoch"))):
-        by_epochs = epochs * each
-    found = [number for number in (_count(extent.get("steps")), by_epochs) if number]
-    return min(found) if found else None
+    epochs, each, steps = (_count(extent.get(name)) or 0 for name in ("epochs", "steps_per_epoch", "steps"))
+    return min((number for number in (epochs * each, steps) if number), default=None)
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -195,12 +192,12 @@ def read_run(folder: Path, below: Path | None = None, deadline: float = math.inf
     folder = Path(os.path.abspath(folder))
     above = folder.parent if below is None else Path(os.path.abspath(below))
     name = folder.name if folder == above else os.path.relpath(folder, above)
-    with _turn:
-        reader = _readers.pop(folder, None) or _RunReader(folder)
-        _readers[folder] = reader  # the newest is the last
-        if len(_readers) > _MOST_READERS:
-            del _readers[next(iter(_readers))]
-    return reader.read(name, deadline)
+    return _reader_of(folder).read(name, deadline)
+
+
+@lru_cache(maxsize=20_000)
+def _reader_of(folder: Path) -> _RunReader:
+    return _RunReader(folder)
 
 
 class _RunReader:
@@ -209,29 +206,21 @@ class _RunReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._turn = threading.Lock()
-        self._objects: dict[str, tuple[Stamp | None, dict[str, Any]]] = {}
-        self._texts: dict[str, tuple[Stamp | None, str]] = {}
+        self._contents: dict[str, tuple[Stamp | None, Any]] = {}
         self._rows = _Values(folder / ROWS)
         self._evaluations = _Values(folder / EVALUATIONS)
 
-    def _object(self, name: str) -> dict[str, Any]:
-        stamp = _stamp_of(path := self._folder / name)
-        if name not in self._objects or self._objects[name][0] != stamp:
-            self._objects[name] = (stamp, read_json(path) or {})
-        return self._objects[name][1]
-
-    def _text_of(self, name: str) -> str:
-        stamp = _stamp_of(path := self._folder / name)
-        if stamp != self._texts.get(name, (None, ""))[0]:
-            text = ""
-            with suppress(OSError):
-                text = read_text(path, _MOST_TEXT)
-            self._texts[name] = (stamp, text)
-        return self._texts.get(name, (None, ""))[1] if stamp is not None else ""
+    def _content(self, name: str, read: Callable[[Path], Any]) -> Any:
+        """What a small file has; None without one."""
+        path = self._folder / name
+        stamp = _stamp_of(path)
+        if stamp != self._contents.get(name, (None, None))[0]:
+            self._contents[name] = (stamp, None if stamp is None else read(path))
+        return self._contents.get(name, (None, None))[1]
 
     def read(self, name: str, deadline: float) -> RunRecord:
         with self._turn:
-            run, trial, status = (self._object(one) for one in (RUN, TRIAL, STATUS))
+            run, trial, status = (self._content(one, read_json) or {} for one in (RUN, TRIAL, STATUS))
             objective = _text(trial.get("objective"))
             direction = _text(trial.get("direction"))
             # An objective of `evaluate` has this prefix.
@@ -258,18 +247,14 @@ class _RunReader:
                 began=_time_of(run, trial),
                 ranks=_count(status.get("ranks")) or _count(trial.get("ranks")),
                 why=plain_reason(_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None)),
-                note=self._text_of(NOTE),
-                title=self._text_of(TITLE),
+                note=self._content(NOTE, _note_in) or "",
+                title=self._content(TITLE, _note_in) or "",
                 trial=_count(trial.get("trial")),
                 objective=objective,
                 direction=direction,
                 value=_finite(trial.get("value")),
                 is_behind=any(is_behind),
             )
-
-
-_readers: dict[Path, _RunReader] = {}
-_turn = threading.Lock()
 
 
 class _Values:
@@ -312,9 +297,7 @@ class _Values:
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
         for part, columns in columns_of(rows):
-            for name in dict.fromkeys(name for row in part[:1] for name in row):
-                if not is_averaged(name):
-                    continue
+            for name in filter(is_averaged, part[0]):
                 lower = wants_lower.get(name, is_lower_better(name))
                 steps, values = (
                     _of_rows(name, part) if columns is None else (columns.column("iteration"), columns.column(name))
@@ -342,11 +325,18 @@ def _summary(steps: Values, values: Values, lower: bool, before: ValueSummary | 
     return ValueSummary(float(values[-1]), int(steps[-1]), best, best_at)
 
 
+def _note_in(path: Path) -> str | None:
+    with suppress(OSError):
+        return read_text(path, _MOST_TEXT)
+    return None
+
+
 def _time_of(run: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:
-    attempts = trial.get("attempts")
-    first = attempts[0] if isinstance(attempts, list) and attempts and isinstance(attempts[0], dict) else {}
-    began = _finite(first.get("began"))
-    return _finite(run.get("began")) if began is None else began
+    with suppress(LookupError, TypeError, AttributeError):  # another file than a trial's
+        began = _finite(trial["attempts"][0].get("began"))
+        if began is not None:
+            return began
+    return _finite(run.get("began"))
 
 
 def _stamp_of(path: Path) -> Stamp | None:

@@ -1,20 +1,38 @@
-"""Runs as a table: which columns there are, which rows are shown, and how they fit a terminal."""
+"""The runs below a folder as a table, and the best of them: `python -m ddp_loop runs FOLDER` and `best FOLDER`."""
 
 from __future__ import annotations
 
 import csv
 import difflib
 import math
+import operator
+import os
 import re
+import shutil
+import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting.run_records import RunRecord
+from ddp_loop.checkpoint import EVALUATIONS, ROWS, CheckpointStore, best_of, read_json, run_id_of
+from ddp_loop.reporting.jsonl_tail import read_lines
+from ddp_loop.reporting.run_records import RunRecord, find_runs, is_lower_better, read_run
+from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*")
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}
 _MOST_NAME = 40
 _FAILED = ("failed", "killed", "not finite", "timed out", "lost")  # states whose reason matters more than values
 _MOST_TEXT = 24
@@ -22,6 +40,14 @@ _MOST_WHY = 60
 _GAP = 2  # letters of a run's name, of other texts, between two columns
 _OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ranks", "note", "why", "folder")
 Row = Mapping[str, Any]
+_Found = tuple[float, int | None, RunRecord]  # a value, its step, its run
+_WATCH_S = 1.0
+_EVALUATED = re.compile(r"^eval(?:uated)?\s+", re.IGNORECASE)
+_BOLD = 1
+_RED = 31  # of any other state: failed, killed, lost
+_COLORS = {"running": 32, "done": 36, "waiting": 2, "starting": 2, "pruned": 2}
+_COLORS |= dict.fromkeys(("stopping", "stopped", "left", "interrupted"), 33)
+_SHOWN = 12  # common parameters in a line
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,11 @@ class RunTable:
     rows: list[dict[str, Any]]
     ranking: dict[str, int]
 
+    @property
+    def others(self) -> list[str]:
+        """The names of the columns that are not shown, and more."""
+        return list(dict.fromkeys([*self.common, *(name for row in self.rows for name in row)]))
+
 
 def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     """Make the table of some runs, in their order. Parameters that do not differ between them are `common`.
@@ -57,15 +88,12 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
         values |= {label: 3, f"best {label}": 5}
     labels = _labels((name for one in records for name in one.parameters), "config.", taken)
     rows = [_row_of(one, labels, measured, evaluated) for one in records]
-    parameters = list(labels)
     common = {
-        name: records[0].parameters[name]
-        for name in parameters
-        if all(
-            name in one.parameters and _is_same(one.parameters[name], records[0].parameters[name]) for one in records
-        )
+        labels[name]: value
+        for name, value in records[0].parameters.items()
+        if all(name in one.parameters and _is_same(one.parameters[name], value) for one in records)
     }
-    varying = [labels[name] for name in parameters if name not in common]
+    varying = [label for label in labels.values() if label not in common]
     ranking = {"name": 0, "state": 1, **dict.fromkeys(varying, 2), "objective": 1, **values}
     failed = any(row.get("state") in _FAILED for row in rows)
     ranking |= {"steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 2 if failed else 8}
@@ -73,7 +101,7 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     shown = [name for name in ranking if name in has]
     if len({row.get("ranks") for row in rows}) < 2:
         shown = [name for name in shown if name != "ranks"]
-    return RunTable(shown, {labels[name]: one for name, one in common.items()}, rows, ranking)
+    return RunTable(shown, common, rows, ranking)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -105,18 +133,18 @@ def _row_of(
     return {name: value for name, value in row.items() if value is not None}
 
 
-def column_named(given: str, table: RunTable) -> str:
+def column_named(given: str, columns: Sequence[str], others: Iterable[str] = ()) -> str:
     """Return the column that the user names; case, "-" and "_" do not count.
 
     Raises:
-        ValueError: there is none; the message has the nearest one.
+        ValueError: there is none; the message has the nearest one, or `columns`.
     """
-    names = list(dict.fromkeys([*table.columns, *table.common, *(name for row in table.rows for name in row)]))
+    names = [*columns, *others]
     plain = {_plain(name): name for name in reversed(names)}
     if given in names or _plain(given) in plain:
         return given if given in names else plain[_plain(given)]
     near = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.6)
-    hint = f"Did you mean {plain[near[0]]!r}?" if near else f"There are {', '.join(table.columns)}."
+    hint = f"Did you mean {plain[near[0]]!r}?" if near else f"There are {', '.join(columns)}."
     raise ValueError(f"No run has a column {given!r}. {hint}")
 
 
@@ -136,25 +164,17 @@ def filtered(table: RunTable, conditions: Iterable[str]) -> list[dict[str, Any]]
             raise ValueError(
                 f'A condition compares a column: "rate=0.1", "state!=failed", "best loss<0.2". Got {condition!r}.'
             )
-        name = column_named(found[1], table)
-        meets = _comparison(found[2], found[3])
-        rows = [row for row in rows if meets(row.get(name))]
+        name = column_named(found[1], table.columns, table.others)
+        rows = [row for row in rows if _meets(row.get(name), found[2], found[3])]
     return rows
 
 
-def _comparison(sign: str, given: str) -> Callable[[Any], bool]:
+def _meets(value: Any, sign: str, given: str) -> bool:
+    mine = _number(value)
     number = _number(given)
-
-    def meets(value: Any) -> bool:
-        mine = _number(value)
-        if sign in ("=", "!="):
-            is_equal = mine == number if None not in (mine, number) else str(value).lower() == given.lower()
-            return is_equal == (sign == "=")
-        if mine is None or number is None:
-            return False
-        return {"<": mine < number, ">": mine > number, "<=": mine <= number, ">=": mine >= number}[sign]
-
-    return meets
+    if mine is not None and number is not None:
+        return _COMPARISONS[sign](mine, number)
+    return sign in ("=", "!=") and _COMPARISONS[sign](str(value).lower(), given.lower())
 
 
 def _number(value: Any) -> float | None:
@@ -168,19 +188,17 @@ def _number(value: Any) -> float | None:
 
 def ordered(rows: list[dict[str, Any]], column: str, *, descending: bool) -> list[dict[str, Any]]:
     """Return rows in the order of a column: numbers, then texts; what is missing or NaN comes last."""
-
-    def key(row: Row) -> tuple[int, float, str]:
-        number = _number(row[column])
-        return (1, 0.0, str(row[column])) if number is None else (0, -number if descending else number, "")
-
-    there = [row for row in rows if column in row and not _is_nan(row[column])]
-    numbers = sorted((row for row in there if _number(row[column]) is not None), key=key)
-    texts = sorted((row for row in there if _number(row[column]) is None), key=key, reverse=descending)
-    return [*numbers, *texts, *(row for row in rows if column not in row or _is_nan(row[column]))]
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+    there: list[tuple[int, Any, dict[str, Any]]] = []
+    missing = []
+    for row in rows:
+        number = _number(row.get(column))
+        if column not in row or (number is not None and math.isnan(number)):
+            missing.append(row)
+        else:
+            there.append((0, number, row) if number is not None else (1, str(row[column]), row))
+    there.sort(key=lambda one: one[:2], reverse=descending)
+    there.sort(key=lambda one: one[0])
+    return [*(row for _, _, row in there), *missing]
 
 
 def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
@@ -207,8 +225,12 @@ def short(value: Any) -> str:
     if isinstance(value, float):
         text = f"{value:.4g}"
         return f"{value:.3g}" if "e" in text else text
-    text = "".join(letter if letter.isprintable() else "?" for letter in str(value))
-    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}\u2026"
+    return _cut(str(value), _MOST_TEXT)
+
+
+def _cut(text: str, most: int) -> str:
+    text = short_name(text)
+    return text if len(text) <= most else f"{text[: most - 1]}\u2026"
 
 
 def cell(row: Row, column: str) -> str:
@@ -217,12 +239,9 @@ def cell(row: Row, column: str) -> str:
     if value is None:
         return "-"
     if column == "why":
-        first = short_name(value.partition("\n")[0])
-        return first if len(first) <= _MOST_WHY else f"{first[: _MOST_WHY - 1]}\u2026"
-    if column == "name" and len(value) > _MOST_NAME:
-        return "\u2026" + short_name(value[-_MOST_NAME + 1 :])
+        return _cut(value.partition("\n")[0], _MOST_WHY)
     if column == "name":
-        return short_name(value)
+        return short_name(value) if len(value) <= _MOST_NAME else "\u2026" + short_name(value[-_MOST_NAME + 1 :])
     if column == "time":
         return as_clock(value)
     if column == "steps":
@@ -257,3 +276,214 @@ def fitting(table: RunTable, rows: list[dict[str, Any]], width: int | None) -> t
         place = max(range(len(shown)), key=lambda place: (table.ranking[shown[place]], place))
         del shown[place]
     return shown, [name for name in table.columns if name not in shown]
+
+
+# -- the commands ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunQuery:
+    """Which runs are listed, and how.
+
+    Attributes:
+        folder: to search.
+        sort: the column to sort by; None keeps the order of the paths, or that of a sweep's trials.
+        descending: whether the largest come first.
+        where: conditions that all must meet.
+    """
+
+    folder: Path
+    sort: str | None = None
+    descending: bool = False
+    where: Sequence[str] = ()
+
+
+def records_below(folder: Path) -> list[RunRecord]:
+    """Read all runs below a folder, those of a sweep in the order of its trials.
+
+    Raises:
+        ValueError: the folder does not exist.
+    """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"FOLDER must be a folder with runs below it. {folder} {what}. Check its path.")
+    records = [read_run(one, folder) for one in find_runs(folder)]
+    if is_sweep(folder):
+        records.sort(key=lambda one: math.inf if one.trial is None else one.trial)
+    return records
+
+
+def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None = None, watch: bool = False) -> None:
+    """Print the table of the runs below a folder.
+
+    Args:
+        query: which ones, and in which order.
+        say: prints lines.
+        file: for a table with all columns as CSV; None for none.
+        watch: whether to show it anew each second, until Ctrl-C.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: no folder, no run in it, or a column that no run has.
+    """
+    while watch:
+        text = _text_of(query, is_first=False)
+        say(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
+        time.sleep(_WATCH_S)
+    if file is not None:
+        table, rows = _selected(query)
+        write_csv(table, rows, file)
+    say(_text_of(query, is_first=True))
+    if file is not None:
+        say(f"All columns: {file}")
+
+
+def _selected(query: RunQuery) -> tuple[RunTable, list[dict[str, Any]]]:
+    if not (records := records_below(query.folder)):
+        raise ValueError(
+            f"There is no run below {query.folder}: no folder with a run.json or a trial.json. Pass the folder that "
+            "has the folders of Loop(run_dir=...)."
+        )
+    table = table_of_runs(records)
+    rows = filtered(table, query.where)
+    if query.sort is not None:
+        rows = ordered(rows, column_named(query.sort, table.columns, table.others), descending=query.descending)
+    return table, rows
+
+
+def _text_of(query: RunQuery, *, is_first: bool) -> str:
+    if not is_first and not records_below(query.folder):
+        return f"{query.folder}: no run has begun yet"
+    table, rows = _selected(query)
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else None
+    heading = f"{len(table.rows)} run{'' if len(table.rows) == 1 else 's'} in {query.folder}"
+    if query.where:
+        heading += f", {len(rows)} of them with {' and '.join(query.where)}"
+    lines = [heading, *_about_sweep(query.folder), *_common_line(table, width), ""]
+    shown, left_out = fitting(table, rows, width)
+    if rows:
+        lines += _drawn(table, rows, shown, colored=is_terminal and not os.environ.get("NO_COLOR"))
+    else:
+        lines.append("No run meets the conditions.")
+    if left_out:
+        lines += ["", *_wrapped(f"Left out for want of width: {', '.join(left_out)}. --csv has all.", width)]
+    return "\n".join(lines)
+
+
+def _about_sweep(folder: Path) -> list[str]:
+    sweep = read_json(folder / SWEEP)
+    if sweep is None:
+        return []
+    name = short_name(str(sweep.get("name", folder.name)))
+    return [f"Sweep {name}: objective {short(sweep.get('objective'))}, {short(sweep.get('direction'))}"]
+
+
+def _common_line(table: RunTable, width: int | None) -> list[str]:
+    if not table.common:
+        return []
+    parts = [f"{name}={short(value)}" for name, value in list(table.common.items())[:_SHOWN]]
+    more = [f"{len(table.common) - _SHOWN} more"] if len(table.common) > _SHOWN else []
+    return _wrapped(f"{'All with' if len(table.rows) > 1 else 'With'} {', '.join([*parts, *more])}", width)
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None:
+        return [text]
+
+    return textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _drawn(table: RunTable, rows: list[dict[str, Any]], shown: list[str], *, colored: bool) -> list[str]:
+    lines = [shown, *([cell(row, name) for name in shown] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    drawn = []
+    for number, line in enumerate(lines):
+        texts = []
+        for name, text, width in zip(shown, line, widths, strict=True):
+            padded = text.ljust(width) if is_text(table, name) else text.rjust(width)
+            if colored and (not number or name == "state"):
+                color = _COLORS.get(text, _RED) if number else _BOLD
+                padded = f"\x1b[{color}m{padded}\x1b[0m"
+            texts.append(padded)
+        drawn.append("  ".join(texts).rstrip())
+    return drawn
+
+
+# -- the best one ------------------------------------------------------------------------------------------
+
+
+def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None, highest: bool = False) -> bool:
+    """Print the best run below a folder: of a sweep the trial with the best objective, else that with the best loss.
+
+    Args:
+        folder: to search.
+        say: prints lines.
+        by: the value that decides, from evaluations, or from updates where it was never evaluated; by default the
+            objective of a sweep, and the evaluated loss of other runs. The lowest is the best for losses and errors
+            (see `is_lower_better`), the highest for other values.
+        highest: whether the highest value is the best one in any case.
+
+    Returns:
+        Whether there is one.
+
+    Raises:
+        ValueError: no folder, no run in it, or a value that no run has.
+    """
+    records = records_below(folder)
+    if not records:
+        raise ValueError(f"There is no run below {folder}: no folder with a run.json or a trial.json. Check its path.")
+    sweep = read_json(folder / SWEEP)
+    if sweep is not None and by is None:
+        name = str(sweep.get("objective"))
+        lower = sweep.get("direction") != "maximize"
+        found: list[_Found] = [(one.value, None, one) for one in records if one.value is not None]
+        found = [one for one in found if one[2].state == "done"]
+        missing = "No trial is done with a value."
+    else:
+        known = list(dict.fromkeys(name for one in records for name in (*one.evaluations, *one.rows)))
+        # `runs` and the page have a prefix
+        name = "loss" if by is None else column_named(_EVALUATED.sub("", by), sorted(known))
+        lower = not highest and is_lower_better(name)
+        is_evaluated = by is None or any(name in one.evaluations for one in records)
+        found = _best_of_each(records, EVALUATIONS if is_evaluated else ROWS, name, lower=lower)
+        names = ", ".join(map(short_name, known[:5])) or "loss"
+        missing = f"No run has a finite evaluated {by or 'loss'}. Pass --by NAME, such as {names}."
+        name = f"evaluated {name}" if is_evaluated else name
+    if not found:
+        say(f"{folder}: {missing}")
+        return False
+    value, at, record = (min if lower else max)(found, key=itemgetter(0))
+    facts = {
+        "run": short_name(record.name),
+        short_name(name): f"{value:.6g}{'' if at is None else f' at step {at}'}, "
+        f"the {'lowest' if lower else 'highest'} of {len(found)}",
+        "state": record.state,
+        **{f"  {short_name(name)}": short(value) for name, value in record.parameters.items()},
+        "folder": str(record.folder),
+        "checkpoint": _checkpoint_of(record.folder),
+    }
+    width = max(map(len, facts))
+    say("\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
+    return True
+
+
+def _best_of_each(records: Sequence[RunRecord], file: str, name: str, *, lower: bool) -> list[_Found]:
+    """Return the best finite value of each run that has one."""
+    best = []
+    for record in records:
+        lines = [line for line in read_lines(record.folder / file) if line.get(name) is not None]
+        found = [(float(line[name]), line["iteration"], record) for line in lines if math.isfinite(line[name])]
+        best += [(min if lower else max)(found, key=itemgetter(0))] if found else []
+    return best
+
+
+def _checkpoint_of(folder: Path) -> str:
+    """The best checkpoint by its score, else the newest one."""
+    if (run_id := run_id_of(folder)) is None:
+        return "none"
+    entries = [one for one in CheckpointStore(folder, run_id).entries() if one.problem is None]
+    if not entries:
+        return "none"
+    best = best_of(entries)
+    return f"{entries[0].path} (the newest)" if best is None else f"{best.path} (score {short(best.score)})"

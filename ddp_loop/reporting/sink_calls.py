@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,10 @@ def all_of(receivers: Receivers) -> list[OnRow]:
     return given
 
 
+def _is_sink(receiver: OnRow) -> bool:
+    return hasattr(receiver, "begin")
+
+
 def _nothing(*_: object) -> None:
     """The method of a receiver that has none."""
 
@@ -60,57 +64,54 @@ class SinkCalls:
     """
 
     def __init__(self, receivers: Sequence[OnRow], say: Callable[[str], None]) -> None:
-        self._plain = [one for one in receivers if not hasattr(one, "begin")]
-        self._sinks = [one for one in receivers if hasattr(one, "begin")]
-        self._order = list(receivers)
+        self._receivers = list(receivers)
         self._say = say
 
     def __bool__(self) -> bool:
-        return bool(self._order)
+        return bool(self._receivers)
 
     def row(self, row: dict[str, Any]) -> None:
         """Give every receiver a row."""
-        for one in tuple(self._order):
-            if one in self._sinks:
+        for one in tuple(self._receivers):
+            if _is_sink(one):
                 self._call(one, "__call__", row.copy())
             else:
                 one(row.copy())
 
     def call(self, method: str, *arguments: object) -> None:
         """Call a method of all sinks that have it."""
-        for one in tuple(self._sinks):
+        for one in filter(_is_sink, tuple(self._receivers)):
             self._call(one, method, *arguments)
 
     def flush(self) -> None:
         """Let all receivers write what they have."""
-        for one in self._plain:
-            getattr(one, "flush", _nothing)()
+        for one in self._receivers:
+            if not _is_sink(one):
+                getattr(one, "flush", _nothing)()
         self.call("flush")
 
     def end_loop(self) -> None:
         """Close plain receivers; sinks get what follows the loop, too."""
         with ExitStack() as ending:
             ending.callback(self.call, "flush")
-            for one in self._plain:
-                ending.callback(getattr(one, "close", _nothing))
+            for one in self._receivers:
+                if not _is_sink(one):
+                    ending.callback(getattr(one, "close", _nothing))
 
     def close(self, error: BaseException | None) -> None:
         """Close the sinks, of a script that an exception ended, or None."""
         self.call("ended", error)
         self.call("close")
-        self._sinks.clear()
+        self._receivers.clear()
 
     def _call(self, sink: OnRow, method: str, *arguments: object) -> None:
         try:
             getattr(sink, method, _nothing)(*arguments)
         except Exception as error:  # a record elsewhere is not worth a run
-            self._sinks.remove(sink)
-            self._order.remove(sink)
+            self._receivers.remove(sink)
             name = type(sink).__name__.lstrip("_")
             what = " ".join(format_error(error).split())[:500]
             self._say(f"ddp_loop: {name} gets nothing more, since it failed: {what} Training continues.")
             if method != "close":
-                try:
+                with suppress(Exception):  # the first error says it
                     getattr(sink, "close", _nothing)()
-                except Exception:  # the first error says it
-                    return

@@ -66,7 +66,7 @@ class ProgressView:
         epoch, iteration: of the last row.
         values: the means of the last rows, and the last learning rate and gradient norm, by name.
         samples_per_s: over the last seconds.
-        gone_s, left_s: the run's time so far, and the remaining time; None if it is unknown.
+        elapsed_s, left_s: the run's time so far, and the remaining time; None if it is unknown.
         losses: since this process started.
         slow_rank: the rank that the others wait for.
         logged: the names of values that the script logged; they are shown as they are.
@@ -77,7 +77,7 @@ class ProgressView:
     iteration: int
     values: Mapping[str, float]
     samples_per_s: float
-    gone_s: float
+    elapsed_s: float
     left_s: float | None
     losses: Sequence[float] = field(default=())
     slow_rank: int | None = None
@@ -206,7 +206,7 @@ class Terminal:
             if time.monotonic() - self._drawn > _STALE_S:
                 with _drawing:
                     hand_on()
-                    self._show(self._display)
+                    self._show()
 
     def take_logged(self, values: Mapping[str, float], epoch: int) -> None:
         """Take values that the script logged: for the epoch's line, or a line of their own after it."""
@@ -231,37 +231,36 @@ class Terminal:
                 self._say(self._make_view(self._last).line())
             self._next = now + max(LINE_S, (now - self._opened) / _SPARSER)
         else:
-            self._show(self._display)
+            self._show()
             self._next = self._drawn + min(_STALE_S, max(LOOK_S, _SHARE * (self._drawn - now)))
 
-    def _show(self, display: Display) -> None:
-        if self._last is not None:
-            self._draw(lambda: display.draw(self._newest))
-            self._drawn = time.monotonic()
+    def _show(self, *, last: bool = False) -> None:
+        """Draw the newest view; a terminal that was closed gets no further one."""
+        if self._display is None:
+            return
+        try:
+            if self._last is not None:
+                self._display.draw(self._newest)
+                self._drawn = time.monotonic()
+            if last:
+                self._display.close()
+        except OSError:
+            self._display = None
 
     def _newest(self) -> ProgressView | None:
         with self._lock:
             if self._late.rows and self._last is not None:
                 self._view = self._make_view(self._last)
-            gone_s = time.monotonic() - self._began
-            return None if self._view is None else replace(self._view, gone_s=max(gone_s, self._view.gone_s))
-
-    def _draw(self, draw: Callable[[], None]) -> None:
-        """Draw, and end the display if the terminal was closed."""
-        try:
-            draw()
-        except OSError:
-            self._display = None
+            if self._view is None:
+                return None
+            return replace(self._view, elapsed_s=max(time.monotonic() - self._began, self._view.elapsed_s))
 
     def close(self, last_words: str | None = None) -> None:
         """Show the last view and a last message."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._display is not None:
-            self._show(self._display)
-        if self._display is not None:
-            self._draw(self._display.close)
+        self._show(last=True)
         if last_words is not None:
             self._say(last_words)
 
@@ -415,7 +414,7 @@ def cells(view: ProgressView) -> list[str]:
     ranks = view.extent.ranks
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {view.extent.device}"
     slow = f", rank {view.slow_rank} is slowest" if view.slow_rank is not None else ""
-    return [*cells, view.speed, f"{as_clock(view.gone_s)} elapsed", where + slow]
+    return [*cells, view.speed, f"{as_clock(view.elapsed_s)} elapsed", where + slow]
 
 
 def flowed(cells: Sequence[str], width: int) -> list[str]:

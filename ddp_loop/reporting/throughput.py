@@ -15,20 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed import RankStore
+from ddp_loop.reporting.usage import memory_mib
 
 TELL_S = 1.0  # between two timings of a rank; each takes 30 microseconds
 GATHER_S = 3.0  # between two reads of rank 0
 _FIRST_S = 0.5
-_MIB = 2**20
 
 RankTiming = Mapping[str, float]
-
-
-def memory_mib(device: torch.device) -> float:
-    """Return the memory of this process: on a GPU what torch has reserved, else the resident set."""
-    return accelerator_of(device).memory_held() / _MIB
 
 
 def slowest(ranks: Sequence[RankTiming]) -> int | None:
@@ -93,7 +87,7 @@ class RankTimings:
             "rank": self._rank,
             "step_s": round((now - since) / steps, 6),
             "wait_s": round((waited_s - before) / steps, 6),
-            "memory_mib": round(memory_mib(self._device), 1),
+            "memory_mib": memory_mib(self._device),
         }
         if self._rank:
             with suppress(RuntimeError):  # the launcher, and its store, have ended
@@ -137,16 +131,16 @@ class TrainingLength:
         known = [steps for steps in (by_epochs, self.steps) if steps is not None]
         return min(known, default=None)
 
-    def left_s(self, iteration: int, gone_s: float) -> float | None:
+    def left_s(self, iteration: int, passed_s: float) -> float | None:
         """Estimate the seconds that remain, at the speed of this process so far; None if unknown.
 
         Args:
             iteration: of the last step.
-            gone_s: the seconds since this process began.
+            passed_s: the seconds since this process began.
         """
         if self.whole is None or iteration <= self.after:
             return None
-        return max(self.whole - iteration, 0) * gone_s / (iteration - self.after)
+        return max(self.whole - iteration, 0) * passed_s / (iteration - self.after)
 
 
 class Throughput:

@@ -42,26 +42,19 @@ def processor_s() -> float:
     return sum(own[:4]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-class _Gpu:
-    """The load and the memory of a rank's GPU; None where it has none, or cannot say."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._accelerator = accelerator_of(device)
-        self._says_load = not self._accelerator.is_host
-
-    def percent(self) -> float | None:
-        """How much of the last moment the GPU was busy, if the driver's library can be asked (nvidia-ml-py)."""
-        if self._says_load:
-            try:
-                return float(torch.get_device_module(self._device).utilization(self._device))
-            except Exception:  # the library is missing, or refuses; then it will again
-                self._says_load = False
+def gpu_percent(device: torch.device) -> float | None:
+    """How much of the last moment a GPU was busy; None without one, or if nothing can be asked (nvidia-ml-py)."""
+    if accelerator_of(device).is_host:
+        return None
+    try:
+        return float(torch.get_device_module(device).utilization(device))
+    except Exception:  # the library is missing, or refuses
         return None
 
-    def memory_mib(self) -> float | None:
-        """What this process holds of its memory."""
-        return None if self._accelerator.is_host else round(self._accelerator.memory_held() / _MIB, 1)
+
+def memory_mib(device: torch.device) -> float:
+    """Return the memory of this process: on a GPU what torch has reserved, else the resident set."""
+    return round(accelerator_of(device).memory_held() / _MIB, 1)
 
 
 class UsageLog:
@@ -89,7 +82,7 @@ class UsageLog:
     ) -> None:
         self._iteration = iteration
         self._began = began
-        self._gpu = _Gpu(device)
+        self._device = device
         self._file: JsonlWriter | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddp_loop usage", daemon=True)
@@ -124,9 +117,9 @@ class UsageLog:
             "elapsed_s": round(now - self._began, 3),
             "iteration": self._iteration(),
             "processor_percent": round(100 * spent / gone, 1),
-            "memory_mib": round(accelerator_of(torch.device("cpu")).memory_held() / _MIB, 1),
-            "gpu_percent": self._gpu.percent(),
-            "gpu_memory_mib": self._gpu.memory_mib(),
+            "memory_mib": memory_mib(torch.device("cpu")),
+            "gpu_percent": gpu_percent(self._device),
+            "gpu_memory_mib": None if accelerator_of(self._device).is_host else memory_mib(self._device),
         }
         self._lines += 1
         self._file.add(json.dumps(line) + "\n")

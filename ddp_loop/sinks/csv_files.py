@@ -35,22 +35,19 @@ class _CsvFile:
         """Keep the lines up to an iteration; a file that is not there comes with its first line."""
         self.close()
         if self._path.exists():
-            self._keep_before(after + 1)
+            rows = [row for row in read_csv(self._path) if float(row["iteration"]) <= after]
+            self._rewrite(list(rows[0]) if rows else [], rows)
 
     def add(self, row: Row) -> None:
         """Add a line; new names are added to the header."""
         if self._file is None:
-            self._keep_before(int(row["iteration"]))
+            self._rewrite([], [])
         if not self._names.keys() >= row.keys():
             self.flush()
             self._rewrite([*dict.fromkeys([*self._names, *row])], read_csv(self._path))
         self._lines.append(",".join([_cell(row[name]) if name in row else "" for name in self._names]))
         if time.monotonic() - self._flushed > _FLUSH_S:
             self.flush()
-
-    def _keep_before(self, first: int) -> None:
-        rows = [row for row in read_csv(self._path) if float(row["iteration"]) < first] if first > 1 else []
-        self._rewrite(list(rows[0]) if rows else [], rows)
 
     def _rewrite(self, names: list[str], rows: list[dict[str, str]]) -> None:
         self._close_file()

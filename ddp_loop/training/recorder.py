@@ -302,8 +302,8 @@ class RunRecorder:
         position = self._where.state_dict()
         if (checkpointer := self.checkpointer) is not None:
             if self._held is not None:  # of an earlier step
+                checkpointer.drop(self._held)
                 self._held = None
-                checkpointer.drop_held()
             iteration = position["iteration"]
             if stops or ends or saves or checkpointer.is_due_after(iteration, is_last_of_epoch=is_last_of_epoch):
                 if iteration != self._saved:

@@ -15,8 +15,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, RunFolder, is_running
 from ddp_loop.checkpoint.atomic_files import SAVING
 from ddp_loop.checkpoint.serialization import to_tree
-from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
-from ddp_loop.reporting.rows import RowMeta, jsonl_line
+from ddp_loop.reporting.jsonl import JsonlWriter, OnFull, line_of
 from tests.faults.bad_disks import (
     DISKS,
     EVERY,
@@ -197,7 +196,7 @@ def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_run_that_goes
 
 def test_a_row_that_does_not_fit_is_taken_out_again(plain: Path) -> None:
     plain.mkdir()
-    lines = [jsonl_line(RowMeta(1, number, 1, 0.5, False), {"loss": 0.25}) for number in range(1, 4)]
+    lines = [line_of({"epoch": 1, "iteration": number, "samples": 1}, {"loss": 0.25}, 0.5) for number in range(1, 4)]
     path = plain / "rows.jsonl"
     said = list[str]()
     file = JsonlWriter(path, 0, said.append, "keep")
@@ -225,7 +224,7 @@ def test_lines_that_cannot_be_written_are_an_error_once_or_wait_or_are_dropped(
 ) -> None:
     plain.mkdir()
     said: list[str] = []
-    first, second = (jsonl_line(RowMeta(1, number, 4, 0.5, False), {"loss": 1.0}) for number in (1, 2))
+    first, second = (line_of({"epoch": 1, "iteration": number, "samples": 4}, {"loss": 1.0}, 0.5) for number in (1, 2))
     path = plain / "rows.jsonl"
     lines = JsonlWriter(path, 0, said.append, on_full)
     lines.add(first)

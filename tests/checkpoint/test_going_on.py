@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import atomic_files, storage
-from ddp_loop.cli import list_checkpoints
-from tests.support.harness import OnRanks, caught
+from ddp_loop.checkpoint import RunFolder, storage
 from tests.support.resuming import EPOCHS, STEPS, different, train
 from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, status_of
 
@@ -28,6 +25,11 @@ from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, statu
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 STARTS = "starts.jsonl"
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """What a refused start leaves as it is."""
+    return {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "lock"}
 
 
 def small(
@@ -89,16 +91,6 @@ def test_more_steps_go_on_from_the_end(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("J10")
-@pytest.mark.on_gpus_too
-@pytest.mark.quick_on_gpus
-def test_more_epochs_go_on_on_any_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
-    (whole,) = on_ranks(1, train, "", epochs=EPOCHS + 1)
-    on_ranks(2, train, str(tmp_path))
-    for ended in on_ranks(3, train, str(tmp_path), epochs=EPOCHS + 1):
-        assert different(whole, ended) == []
-
-
-@pytest.mark.covers("J10")
 def test_a_changed_script_continues_with_one_notice_and_every_start_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,37 +127,23 @@ def test_a_changed_learning_rate_is_said_and_that_of_the_checkpoint_holds(
     assert rate == pytest.approx(0.01)  # 0.1, divided by 10 after 10 steps
 
 
-def test_many_changes_are_one_short_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def train_groups(rate: float) -> None:
-        with dl.join_world() as world:
-            model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
-            groups = [{"params": [one], "lr": rate, "weight_decay": rate} for one in model.parameters()]
-            state = {"m": model, "o": torch.optim.SGD(groups)}
-            loop = dl.Loop(dl.Batches(torch.ones(8, 3), 4, world), 1, state=state, run_dir=tmp_path, progress=False)
-            with suppress(dl.Stopped):
-                for step in loop:
-                    for rows in step:
-                        step.backward(model(rows).mean())
-                    loop.stop()
-                    step.fold()
-
-    train_groups(0.1)
-    train_groups(0.2)
-    (notice,) = notices(capsys)
-    assert "; and 2 more. The settings in" in notice
+def test_many_changes_are_one_short_notice(tmp_path: Path) -> None:
+    for value in (1, 2):
+        held = RunFolder(tmp_path, {}, None, dict.fromkeys("abcdefgh", value))
+        held.close()
+    assert held.notice.endswith("; f: was 1, is 2; and 2 more.")
 
 
 @pytest.mark.covers("J10")
 def test_what_changed_is_not_said_where_nothing_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = {"m": (model := nn.Linear(3, 1)), "o": torch.optim.SGD(model.parameters())}
-    monkeypatch.setattr(sys, "argv", ["train.py", "1"])
-    with dl.join_world() as world:  # left before the first checkpoint
-        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state=state, run_dir=tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", "2"])
-    with dl.join_world() as world:
-        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state=state, run_dir=tmp_path)
+    model = nn.Linear(3, 1)
+    state = {"m": model, "o": torch.optim.SGD(model.parameters())}
+    for argument in ("1", "2"):
+        monkeypatch.setattr(sys, "argv", ["train.py", argument])
+        with dl.join_world() as world:  # left before the first checkpoint
+            dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state=state, run_dir=tmp_path)
     assert notices(capsys) == []
     assert [one["iteration"] for one in lines_of(tmp_path / STARTS)] == [0, 0]
 
@@ -189,7 +167,7 @@ def test_another_run_is_refused_with_the_remedy(
     keywords: dict[str, Any], said: str, resumes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(str(tmp_path), 3)
-    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    before = files_of(tmp_path)
     with pytest.raises(ValueError, match=said) as refused:
         train(str(tmp_path), **keywords)
     assert f"{tmp_path} has another run (status: stopped)" in str(refused.value)
@@ -201,17 +179,16 @@ def test_another_run_is_refused_with_the_remedy(
     else:  # the position in an epoch means nothing there
         with pytest.raises(ValueError, match=said):
             train(str(tmp_path), resume=True, **keywords)
-        assert {name: (tmp_path / name).read_text() for name in before} == before
-        assert train(str(tmp_path)).made[0] == 4
+        assert files_of(tmp_path) == before
 
 
 @pytest.mark.covers("J10")
 def test_another_structure_of_the_state_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     small(tmp_path, epochs=2, stop_at=3)
-    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    before = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)does not fit the checkpoint .*resume=False to start over"):
         small(tmp_path, epochs=2, width=5, lr=0.3)
-    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert files_of(tmp_path) == before
     assert small(tmp_path, epochs=2)[0][0] == 4
 
 
@@ -251,128 +228,70 @@ def test_a_path_spelled_differently_is_the_same_run(
     assert rows_of(tmp_path / "run") == list(range(1, 11))
 
 
-def test_a_run_folder_may_be_a_link_from_the_start(tmp_path: Path) -> None:
-    _, whole, _ = small(tmp_path / "whole", epochs=2)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to("run")
-    small(tmp_path / "link", epochs=2, stop_at=3)
-    lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
-    (tmp_path / "run" / "rows.jsonl").write_text("\n".join(reversed(lines)) + "\n")  # the file is replaced
-    assert list_checkpoints(tmp_path / "link")[0]
-    made, weights, _ = small(tmp_path / "link", epochs=2)
-    assert (made[0], weights) == (4, whole)
-    assert checkpoints_of(tmp_path / "run") == [3, 5, 10]
-    assert rows_of(tmp_path / "run") == list(range(1, 11))
-
-
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
-@pytest.mark.parametrize("begun", [False, True])
-def test_no_checkpoint_is_read_or_written_through_a_link(begun: bool, kind: str, tmp_path: Path) -> None:
+def test_no_checkpoint_is_read_or_written_through_a_link(kind: str, tmp_path: Path) -> None:
     """As if the folder had been moved to a larger disk: no checkpoint would be found, and the run begin anew."""
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    run.mkdir()
-    if begun:
-        small(run, epochs=2, stop_at=3)
-        (run / "checkpoints").rename(disk)
-    elif kind == "link":
-        disk.mkdir()
-    (run / "checkpoints").write_text("") if kind == "file" else (run / "checkpoints").symlink_to(
-        tmp_path / "nowhere" if kind == "dangling link" else disk
-    )
-    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "lock"}
+    run = tmp_path / "run"
+    RunFolder(run, {}, None).close()
+    if kind == "file":
+        (run / "checkpoints").touch()
+    else:
+        (run / "checkpoints").symlink_to(tmp_path / "nowhere" if kind == "dangling link" else tmp_path)
+    before = files_of(run)
     for resume in (None, True):
         with pytest.raises(ValueError, match=f"must be a folder of its own, .* It is a {kind.split()[-1]}\\. Move"):
-            small(run, epochs=2, resume=resume)
-    assert {name: (run / name).read_bytes() for name in before} == before
-    assert small(run, epochs=2, resume=False)[0][0] == 1
+            RunFolder(run, {}, resume)
+    assert files_of(run) == before
+    RunFolder(run, {}, False).close()
     assert os.path.lexists(run / "before" / "1" / "checkpoints")
 
 
-@pytest.mark.parametrize("removed", ["the folder", "its checkpoints"])
-@pytest.mark.parametrize("ended", ["stopped", "killed", "resumed and killed"])
-def test_a_run_whose_checkpoints_were_removed_is_refused(removed: str, ended: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    if ended == "stopped":
-        small(run, epochs=2, stop_at=3)
-    else:
-        if ended == "resumed and killed":
-            small(run, epochs=2, stop_at=2)
-        with pytest.raises(KilledHere):
-            small(run, epochs=2, save_every=1, after_step=partial(copy_of_a_killed_run, run, tmp_path / "copy"))
-        shutil.rmtree(run)
-        (tmp_path / "copy").rename(run)
-    for path in [run / "checkpoints"] if removed == "the folder" else (run / "checkpoints").glob("step-*"):
-        shutil.rmtree(path)
-    before = {name: (run / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+@pytest.mark.parametrize("removed", ["", "step-00000003"])
+def test_a_run_whose_checkpoints_were_removed_is_refused(removed: str, tmp_path: Path) -> None:
+    told = []
+    small(tmp_path, epochs=2, stop_at=2)
+    small(tmp_path, epochs=2, stop_at=3, after_step=lambda: told.append(status_of(tmp_path)["checkpoint"]))
+    assert told == ["step-00000002"]  # also while it is running
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    shutil.rmtree(tmp_path / "checkpoints" / removed)
+    before = files_of(tmp_path)
     for resume in (None, True):
-        with pytest.raises(ValueError, match=r"had the checkpoint step-0000000\d, but .*/checkpoints has none\. .*"):
-            small(run, epochs=2, resume=resume)
-    assert {name: (run / name).read_text() for name in before} == before
-    assert small(run, epochs=2, resume=False)[0][0] == 1
-    assert small(run, epochs=3)[0][0] == 11
+        with pytest.raises(ValueError, match=r"had the checkpoint step-00000003, but .*/checkpoints has none\. .*"):
+            small(tmp_path, epochs=2, resume=resume)
+    assert files_of(tmp_path) == before
+    assert small(tmp_path, epochs=2, resume=False)[0][0] == 1
 
 
-class KilledHere(Exception):
-    """Ends a run whose folder was copied as a killed process would leave it."""
+def failing(usual: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The usual function, but for a file of this name, which cannot be read now."""
 
-
-def copy_of_a_killed_run(run: Path, copy: Path) -> None:
-    """A copy without the tensors, since a thread may be saving."""
-    if status_of(run)["iteration"] >= 4:
-        (copy / "checkpoints" / "step-00000004").mkdir(parents=True)
-        for name in ("run.json", STARTS, "status.json", "rows.jsonl"):
-            shutil.copy(run / name, copy)
-        raise KilledHere
-
-
-def go_on_unreadable(folder: str) -> None:
-    usual = atomic_files.bytes_of
-
-    def fail(*arguments: Any) -> bytes:
-        if "tensors" in arguments[1]:
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        if name in [os.path.basename(one) for one in arguments[:2] if isinstance(one, str | Path)]:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return usual(*arguments)
-
-    with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(storage, "bytes_of", fail)
-        small(Path(folder), epochs=2)
-
-
-def test_a_checkpoint_that_cannot_be_read_now_is_not_gone_back_from(on_ranks: OnRanks, tmp_path: Path) -> None:
-    small(tmp_path, epochs=2, stop_at=7, save_every=3)
-    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
-    first, second = on_ranks(2, caught, go_on_unreadable, str(tmp_path))
-    assert (first[0], second[0]) == ("OSError", "PeerFailed")
-    for _, text, _ in (first, second):
-        assert "step-00000007 cannot be read now (Stale file handle)" in text
-    assert {name: (tmp_path / name).read_text() for name in before} == before
-    assert checkpoints_of(tmp_path) == [3, 6, 7]
-    assert small(tmp_path, epochs=2)[0] == [8, 9, 10]
-
-
-def failing(usual: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    def fail(one: Any, *arguments: Any, **keywords: Any) -> Any:
-        if Path(one) == path:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return usual(one, *arguments, **keywords)
+        return usual(*arguments, **keywords)
 
     return fail
 
 
-@pytest.mark.parametrize("name", ["run.json", "checkpoints"])
-def test_a_run_that_cannot_be_read_now_is_not_begun_anew(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "function", "name", "said"),
+    [
+        (Path, "read_bytes", "run.json", r"run.json cannot be read now \(Stale file handle\)\. Start again when"),
+        (os, "lstat", "checkpoints", r"checkpoints cannot be listed now \(Stale file handle\)\. Try again when"),
+        (storage, "bytes_of", "tensors.safetensors", r"00007 cannot be read now \(Stale file handle\)\. Try again"),
+    ],
+)
+def test_a_run_that_cannot_be_read_now_is_neither_begun_anew_nor_gone_back_from(
+    place: object, function: str, name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small(tmp_path, epochs=2, stop_at=7)
-    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    small(tmp_path, epochs=2, stop_at=7, save_every=3)
+    before = files_of(tmp_path)
     with monkeypatch.context() as broken:
-        if name == "run.json":
-            broken.setattr(Path, "read_bytes", failing(Path.read_bytes, tmp_path / name))
-        else:
-            broken.setattr(os, "lstat", failing(os.lstat, tmp_path / name))
-        with pytest.raises(OSError, match=f"{name}.* cannot be .* now \\(Stale file handle\\). Start again when"):
+        broken.setattr(place, function, failing(getattr(place, function), name))
+        with pytest.raises(OSError, match=said):
             small(tmp_path, epochs=2)
-    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert files_of(tmp_path) == before
+    assert checkpoints_of(tmp_path) == [3, 6, 7]
     assert small(tmp_path, epochs=2)[0] == [8, 9, 10]
 
 
@@ -380,30 +299,23 @@ def test_a_run_that_cannot_be_read_now_is_not_begun_anew(
 
 
 @pytest.mark.covers("J10")
-@pytest.mark.parametrize("extent", [{"epochs": 2}, {"steps": 7}, {"epochs": 4, "steps": 7}])
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ({"epochs": 2}, {"epochs": 2}, "the 10 steps of epochs=2. Raise epochs="),
+        ({"steps": 7}, {"steps": 7}, "the 7 steps of steps=7. Raise steps="),
+        ({"epochs": 4, "steps": 7}, {"epochs": 4, "steps": 7}, "the 7 steps of steps=7. Raise steps="),
+        ({"epochs": 2}, {"epochs": 1}, "10 steps, and epochs=1 asks for 5. Raise epochs="),
+        ({"epochs": 2}, {"steps": 7}, "10 steps, and steps=7 asks for 7. Raise steps="),
+    ],
+)
 def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
-    extent: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    first: dict[str, Any], then: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, weights, _ = small(tmp_path, **extent)
-    assert notices(capsys) == []
-    assert small(tmp_path, **extent)[:2] == ([], weights)
-    bound = "steps=7" if "steps" in extent else "epochs=2"
-    name = bound.partition("=")[0]
-    assert notices(capsys) == [
-        f"ddp_loop: {tmp_path} is finished: it has made the {len(made)} steps of {bound}. Raise {name}= to go on, or "
-        "pass resume=False to start over (its files move to before/)."
-    ]
-
-
-@pytest.mark.covers("J10")
-@pytest.mark.parametrize(("less", "asked"), [({"epochs": 1}, 5), ({"steps": 7}, 7)])
-def test_a_run_that_has_made_more_than_it_is_asked_for_says_how_many_steps(
-    less: dict[str, Any], asked: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small(tmp_path, epochs=2)
-    assert small(tmp_path, **less)[0] == []
-    (bound, value), (_, said) = *less.items(), notices(capsys)
-    assert f"it has made 10 steps, and {bound}={value} asks for {asked}. Raise {bound}= to go on" in said
+    _, weights, _ = small(tmp_path, **first)
+    assert small(tmp_path, **then)[:2] == ([], weights)
+    start_over = " to go on, or pass resume=False to start over (its files move to before/)."
+    assert notices(capsys)[-1] == f"ddp_loop: {tmp_path} is finished: it has made {said}{start_over}"
 
 
 def test_a_start_that_cannot_be_recorded_is_said_and_goes_on(

@@ -54,7 +54,7 @@ def test_the_launcher_s_own_words_and_folder_count_most() -> None:
 @pytest.mark.parametrize("name", ["torchrun", "other"])
 def test_torchrun_s_own_words_are_those_of_the_parent(name: str, tmp_path: Path) -> None:
     """A launcher's rank prints how it would be started again."""
-    rank = "from ddp_loop.checkpoint import start_command; print(*start_command(None, '/home/me').words, sep='|')"
+    rank = "from ddp_loop.checkpoint import start_command; print(*start_command(directory='/home/me').words, sep='|')"
     launcher = tmp_path / name
     launcher.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], check=True)\n")
     words = ["--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", "the one.py"]

@@ -1,13 +1,13 @@
-"""What `load` takes out of a run folder, without ranks: which checkpoint, which part, what is refused."""
+"""`ddp_loop.load`: weights from a run folder, without ranks or the script, also while the run is training."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +18,27 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, run_id_of, weights
 from ddp_loop.checkpoint.storage import Checkpoint
 from tests.support.paths import ROOT
-from tests.support.trained_runs import Tied, flip_tensors, train_run
+from tests.support.trained_runs import NAMES, State, Tied, flip_tensors, train_run
 
-State = dict[str, torch.Tensor]
-NAMES = [f"step-{iteration:08d}" for iteration in (3, 6, 9, 12)]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[State]]:
-    folder = tmp_path_factory.mktemp("weights") / "run"
-    return folder, train_run(folder)[0]
-
-
-@pytest.fixture
-def run(trained: tuple[Path, list[State]], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained[0], tmp_path / "run"))
-
-
-@pytest.fixture
-def kept(trained: tuple[Path, list[State]]) -> list[State]:
-    return trained[1]
+pytestmark = pytest.mark.covers("J9")
 
 
 def same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.covers("J9")
 def test_the_newest_the_best_and_a_named_checkpoint_are_loaded_to_the_bit(run: Path, kept: list[State]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     assert same(dl.load(run), kept[3])
     assert same(dl.load(str(run), best=True), kept[1])
     assert same(dl.load(run, checkpoint=NAMES[0]), kept[0])
     assert same(dl.load(run / "checkpoints" / NAMES[2]), kept[2])
-
-
-@pytest.mark.covers("J9")
-def test_a_model_takes_what_was_loaded(run: Path, kept: list[State]) -> None:
     model = Tied()
     assert str(model.load_state_dict(dl.load(run))) == "<All keys matched successfully>"
     assert same(model.state_dict(), kept[3])
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before  # the lock, too
 
 
-@pytest.mark.covers("J9")
 def test_other_parts_are_loaded_with_their_numbers(run: Path) -> None:
     optimizer = torch.optim.Adam(Tied().parameters(), lr=0.7)
     optimizer.load_state_dict(dl.load(run, "optimizer"))
@@ -68,7 +47,6 @@ def test_other_parts_are_loaded_with_their_numbers(run: Path) -> None:
     assert dl.load(run, "schedule", checkpoint=NAMES[0])["step_size"] == 100
 
 
-@pytest.mark.covers("J9")
 @pytest.mark.slow
 def test_neither_a_process_group_nor_the_script_is_needed(run: Path, kept: list[State]) -> None:
     code = (
@@ -81,13 +59,6 @@ def test_neither_a_process_group_nor_the_script_is_needed(run: Path, kept: list[
         cwd=run.parent, env={**lonely, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (f"{kept[1]['last.bias'].tolist()} cpu\n", "")
-
-
-def test_nothing_is_written_and_no_lock_is_taken(run: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    (run / "lock").chmod(0o000)
-    dl.load(run, best=True)
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_each_part_has_memory_of_its_own(run: Path) -> None:
@@ -108,52 +79,41 @@ def test_names_that_torch_compile_made_longer_are_the_models(tmp_path: Path) -> 
     assert same(model.state_dict(), kept[0])
 
 
+def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    kept, _ = train_run(tmp_path, scores=(float("nan"), 5.0, float("-inf"), 5.0))
+    assert same(dl.load(tmp_path, best=True), kept[1])  # of equals the oldest
+
+
+def test_a_copied_run_folder_is_enough(run: Path, kept: list[State], tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    shutil.copy(run / "run.json", tmp_path / "copy")
+    shutil.copytree(run / "checkpoints", tmp_path / "copy" / "checkpoints")
+    assert same(dl.load(tmp_path / "copy", best=True), kept[1])
+    assert json.loads((run / "run.json").read_text())["id"] == run_id_of(tmp_path / "copy")
+
+
 # -- damage ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("J9")
-def test_a_damaged_newest_checkpoint_is_warned_of_and_the_one_before_it_used(run: Path, kept: list[State]) -> None:
-    flip_tensors(run / "checkpoints" / NAMES[3])
-    said = f"{NAMES[3]}/tensors.safetensors does not have the SHA-256 in the manifest. {NAMES[2]} is used instead"
-    with pytest.warns(RuntimeWarning, match=said) as warned:
-        assert same(dl.load(run), kept[2])
+def cut_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "best", "damaged", "said"),
+    [
+        (flip_tensors, False, 3, "/tensors.safetensors does not have the SHA-256 in the manifest"),
+        (flip_tensors, True, 1, "/tensors.safetensors does not have"),
+        (cut_manifest, True, 1, "/manifest.json does not have"),
+    ],
+)
+def test_a_damaged_checkpoint_is_warned_of_and_the_next_one_used(
+    damage: Callable[[Path], None], best: bool, damaged: int, said: str, run: Path, kept: list[State]
+) -> None:
+    damage(run / "checkpoints" / NAMES[damaged])
+    with pytest.warns(RuntimeWarning, match=f"{NAMES[damaged]}{said}.* {NAMES[2]} is used instead") as warned:
+        assert same(dl.load(run, best=best), kept[2])
     assert [Path(one.filename).name for one in warned] == ["test_weights.py"]
-
-
-@pytest.mark.covers("J9")
-@pytest.mark.parametrize("what", ["tensors", "manifest"])
-def test_a_damaged_best_checkpoint_is_warned_of_and_the_next_best_used(what: str, run: Path, kept: list[State]) -> None:
-    if what == "tensors":
-        flip_tensors(run / "checkpoints" / NAMES[1])
-    else:
-        (run / "checkpoints" / NAMES[1] / "manifest.json").write_text("{")
-    with pytest.warns(RuntimeWarning, match=f"{NAMES[1]}/.* {NAMES[2]} is used instead"):
-        assert same(dl.load(run, best=True), kept[2])
-
-
-@pytest.mark.covers("J9")
-def test_a_damaged_checkpoint_that_was_named_is_refused(run: Path) -> None:
-    flip_tensors(run / "checkpoints" / NAMES[1])
-    for arguments in ((run, "model", NAMES[1]), (run / "checkpoints" / NAMES[1], "model", None)):
-        with pytest.raises(ValueError, match=rf"{NAMES[1]}/tensors\.safetensors does not have the SHA-256.* Name ano"):
-            dl.load(*arguments[:2], checkpoint=arguments[2])
-
-
-def test_a_run_without_a_whole_checkpoint_is_refused(run: Path) -> None:
-    for name in NAMES:
-        flip_tensors(run / "checkpoints" / name)
-    with pytest.raises(ValueError, match=f"No checkpoint of {run} is whole: .*{NAMES[3]}/.* Restore a copy"):
-        dl.load(run)
-
-
-def test_a_checkpoint_that_cannot_be_read_now_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(store: CheckpointStore, path: Path) -> Checkpoint:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-    monkeypatch.setattr(CheckpointStore, "read", fail)
-    with pytest.raises(OSError, match=rf"{NAMES[3]} cannot be read now \(Input/output error\)\. Try again") as refused:
-        dl.load(run)
-    assert refused.value.errno == errno.EIO
 
 
 # -- a run that is training --------------------------------------------------------------------------------
@@ -161,31 +121,29 @@ def test_a_checkpoint_that_cannot_be_read_now_is_no_damage(run: Path, monkeypatc
 
 def removing(monkeypatch: pytest.MonkeyPatch, run: Path, newer: list[Path]) -> list[str]:
     """Put a newer checkpoint in the place of each one that is read, as a run with keep_last=1 does; the names read."""
-    usual, read = CheckpointStore.read, list[str]()
+    usual = CheckpointStore.read
+    read = list[str]()
 
     def read_late(store: CheckpointStore, path: Path) -> Checkpoint:
         read.append(path.name)
         if newer:
             shutil.rmtree(path)
-            (one := newer.pop(0)).rename(run / "checkpoints" / one.name)
+            one = newer.pop(0)
+            one.rename(run / "checkpoints" / one.name)
         return usual(store, path)
 
     monkeypatch.setattr(CheckpointStore, "read", read_late)
     return read
 
 
-@pytest.mark.covers("J9")
 @pytest.mark.parametrize("best", [False, True])
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_followed_by_a_newer_one(
     best: bool, run: Path, kept: list[State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = [run / "checkpoints" / name for name in NAMES]
-    later = [path.rename(run / path.name) for path in places[1:]]
-    scores = {NAMES[0]: 9.0, NAMES[1]: 8.0, NAMES[2]: 7.0, NAMES[3]: 6.0}
-    for path in (places[0], *later):
-        store = CheckpointStore(path.parent.parent if path == places[0] else run, run_id_of(run) or "")
-        store.folder = path.parent
-        store.give_score(path, scores[path.name])
+    store = CheckpointStore(run, run_id_of(run) or "")
+    for name, score in zip(NAMES, (9.0, 8.0, 7.0, 6.0), strict=True):
+        store.give_score(store.folder / name, score)
+    later = [(store.folder / name).rename(run / name) for name in NAMES[1:]]
     read = removing(monkeypatch, run, later)
     assert same(dl.load(run, best=best), kept[3])
     assert read == NAMES
@@ -194,8 +152,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_followed_by_a_newer_one(
 def test_a_named_checkpoint_that_the_run_removes_meanwhile_is_refused_as_missing(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run / "checkpoints" / NAMES[3]).rename(run / NAMES[3])
-    removing(monkeypatch, run, [run / NAMES[3]])
+    removing(monkeypatch, run, [(run / "checkpoints" / NAMES[3]).rename(run / NAMES[3])])
     with pytest.raises(ValueError, match=rf"has no checkpoint {NAMES[2]}\. Name one of {NAMES[3]}, {NAMES[1]}"):
         dl.load(run, checkpoint=NAMES[2])
 
@@ -206,8 +163,9 @@ def test_weights_can_be_loaded_while_the_run_writes_and_removes_checkpoints(tmp_
         "import sys\nfrom tests.support.trained_runs import train_run\n"
         "train_run(sys.argv[1], 20, tuple(range(20, 0, -1)), keep_last=1, save_every=1)\n"
     )
+    loads = 0
+    refused = []
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], cwd=ROOT) as training:
-        loads, refused = 0, []
         while training.poll() is None:
             try:
                 dl.load(tmp_path / "run", best=loads % 2 == 1)
@@ -223,56 +181,44 @@ def test_weights_can_be_loaded_while_the_run_writes_and_removes_checkpoints(tmp_
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("J9")
+def harm(run: Path, what: str) -> None:
+    for name in NAMES if what == "all" else [NAMES[1]]:
+        flip_tensors(run / "checkpoints" / name)
+
+
 @pytest.mark.parametrize(
-    ("keywords", "said"),
+    ("place", "keywords", "said"),
     [
-        ({"part": "net"}, rf"{NAMES[3]} has no part 'net'\. Its state has model, optimizer, schedule, notes\. Name"),
-        ({"checkpoint": "step-00000099"}, rf"has no checkpoint step-00000099\. Name one of {NAMES[3]}, {NAMES[2]}"),
-        ({"checkpoint": "../../../etc"}, r"has no checkpoint \.\./\.\./\.\./etc\. Name one of"),
-        ({"checkpoint": NAMES[0], "best": True}, f"best and the checkpoint {NAMES[0]} exclude each other"),
+        (
+            "",
+            {"part": "net"},
+            rf"{NAMES[3]} has no part 'net'\. Its state has model, optimizer, schedule, notes\. Name",
+        ),
+        ("", {"checkpoint": "step-00000099"}, rf"has no checkpoint step-00000099\. Name one of {NAMES[3]}, {NAMES[2]}"),
+        ("", {"checkpoint": "../../../etc"}, r"has no checkpoint \.\./\.\./\.\./etc\. Name one of"),
+        ("", {"checkpoint": NAMES[0], "best": True}, f"best and the checkpoint {NAMES[0]} exclude each other"),
+        (f"checkpoints/{NAMES[1]}", {"checkpoint": NAMES[0]}, f"is itself a checkpoint, and not {NAMES[0]}"),
+        (f"checkpoints/{NAMES[1]}", {"best": True}, f"best and the checkpoint {NAMES[1]} exclude each other"),
+        ("checkpoints", {}, r"Checkpoints are in a run folder\. .*/checkpoints has no run\.json.*Pass the folder of"),
+        ("none", {}, r"Checkpoints are in a run folder\. .*/none is not a folder.*Pass the folder of"),
+        ("run.json", {}, r"Checkpoints are in a run folder\. .*/run\.json is not a folder"),
+        ("one damaged", {"checkpoint": NAMES[1]}, rf"{NAMES[1]}/tensors\.safetensors does not have .* Name another"),
+        ("all damaged", {}, rf"No checkpoint of .* is whole: .*{NAMES[3]}/.* Restore a copy"),
+        ("no score", {"best": True}, r"No checkpoint of .* has a score, so none is the best\. Call loop\.save\(sc"),
+        ("no checkpoint", {}, r"has no checkpoint\. The run saves one after each epoch"),
+        ("no checkpoint", {"best": True}, r"has no checkpoint\. The run saves one after each epoch"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is(keywords: dict[str, Any], said: str, run: Path) -> None:
+def test_what_is_not_there_is_refused_with_what_is(place: str, keywords: dict[str, Any], said: str, run: Path) -> None:
+    source = run
+    if place.endswith("damaged"):
+        harm(run, place.split()[0])
+    elif place == "no score":
+        source = run / "other"
+        train_run(source, 1, scores=())
+    elif place == "no checkpoint":
+        shutil.rmtree(run / "checkpoints")
+    else:
+        source = run / place
     with pytest.raises(ValueError, match=said):
-        dl.load(run, **keywords)
-
-
-def test_a_checkpoints_folder_and_another_choice_are_refused(run: Path) -> None:
-    own = run / "checkpoints" / NAMES[1]
-    with pytest.raises(ValueError, match=f"is itself a checkpoint, and not {NAMES[0]}"):
-        dl.load(own, checkpoint=NAMES[0])
-    with pytest.raises(ValueError, match=f"best and the checkpoint {NAMES[1]} exclude each other"):
-        dl.load(own, best=True)
-
-
-@pytest.mark.covers("J9")
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path, what in ((tmp_path, "has no run.json"), (tmp_path / "no", "is not a folder"), (tmp_path / "file", "is")):
-        with pytest.raises(ValueError, match=rf"Checkpoints are in a run folder\. {path} {what}.*Pass the folder of"):
-            dl.load(path)
-
-
-@pytest.mark.covers("J9")
-def test_a_run_without_a_checkpoint_or_a_score_is_refused(run: Path, tmp_path: Path) -> None:
-    train_run(tmp_path / "other", 1, scores=())
-    with pytest.raises(ValueError, match=r"No checkpoint of .* has a score, so none is the best\. Call loop\.save\(sc"):
-        dl.load(tmp_path / "other", best=True)
-    shutil.rmtree(run / "checkpoints")
-    for best in (False, True):
-        with pytest.raises(ValueError, match=rf"{run} has no checkpoint\. The run saves one after each epoch"):
-            dl.load(run, best=best)
-
-
-def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    kept, _ = train_run(tmp_path, scores=(float("nan"), 5.0, float("-inf"), 5.0))
-    assert same(dl.load(tmp_path, best=True), kept[1])  # of equals the oldest
-
-
-def test_a_copied_run_folder_is_enough(run: Path, kept: list[State], tmp_path: Path) -> None:
-    (tmp_path / "copy").mkdir()
-    shutil.copy(run / "run.json", tmp_path / "copy")
-    shutil.copytree(run / "checkpoints", tmp_path / "copy" / "checkpoints")
-    assert same(dl.load(tmp_path / "copy", best=True), kept[1])
-    assert json.loads((run / "run.json").read_text())["id"] == run_id_of(tmp_path / "copy")
+        dl.load(source, **keywords)

@@ -144,8 +144,12 @@ def test_no_class_has_more_than_15_attributes() -> None:
     large = {
         "checkpoint/checkpointer:Checkpointer",
         *("data/batches:Batches", "distributed/meetings:Meetings", "distributed/watchdog:Watchdog"),
-        *("distributed/world:World", "profiling/recording:StepProfile", "reporting/reporter:Reporter"),
-        *("reporting/terminal:Terminal", "tracing/tracer:Tracer"),
+        *(
+            "distributed/world:World",
+            "profiling/recording:StepProfile",
+            "reporting/terminal:Terminal",
+            "tracing/tracer:Tracer",
+        ),
     }
     assert {name for path in SOURCES for name, node in classes_of(path) if len(attributes_of(node)) > 15} == large
 

@@ -10,6 +10,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +25,50 @@ from ddp_loop.reporting.terminal import ProgressView, open_display
 from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.harness import OnRanks, until
 from tests.support.paths import ROOT
+from tests.support.refusals import loop_over, loss_of, network
 from tests.support.terminals import read_until
 
-RUN, EMPTY = "run.json", "{}"
 VIEW = ProgressView(TrainingLength(epochs=20), 3, 41, {"loss": 0.25}, 12.5, 1.0, None)
 
 
+@dataclass
 class Recording:
     """A log of a folder, and what it has kept."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / RUN).write_text(EMPTY)
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "run.json").write_text("{}")
         self.warnings: list[str] = []
         self.log = ConsoleLog(self.warnings.append)
-        self.path = folder / "console" / "rank-0.log"
+        self.log.open(self.folder, 0)
 
     @property
     def text(self) -> str:
-        return self.path.read_text()
+        return log_of(self.folder)
 
 
 @contextlib.contextmanager
 def recording(folder: Path) -> Iterator[Recording]:
     one = Recording(folder)
-    one.log.open(folder, 0)
     try:
         yield one
     finally:
         one.log.close()
 
 
-def state_of(model: nn.Module) -> dict[str, object]:
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+def loop_in(world: dl.World, run: Any, model: nn.Module, **options: Any) -> dl.Loop:
+    return loop_over(world, run, model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
 def train(run: str | None, steps: int = 2, fail_at: int = 0, after: str = "") -> list[bool]:
     """Print in each step; whether the streams are followed before, inside and after the world."""
     followed = ["write" in vars(sys.stdout)]
     with dl.join_world(seed=0) as world:
-        model = nn.Linear(3, 1)
-        batches = dl.Batches(torch.ones(8, 3), 4, world)
+        model = network()
         print("before the loop", flush=True)
-        loop = dl.Loop(batches, steps=steps, state=state_of(model), run_dir=run, progress=False)
+        loop = loop_in(world, run, model, epochs=None, steps=steps)
         followed.append("write" in vars(sys.stdout))
         for step in loop:
             print(f"step {step.iteration} of rank {world.rank}")
@@ -73,7 +76,7 @@ def train(run: str | None, steps: int = 2, fail_at: int = 0, after: str = "") ->
             if step.iteration == fail_at and world.rank == 1:
                 raise KeyError("planted")
             for rows in step:
-                step.backward(model(rows).mean())
+                step.backward(loss_of(model, rows))
             step.fold()
         if after:
             print(after)
@@ -114,9 +117,8 @@ def test_a_resumed_run_appends_after_a_line(on_ranks: OnRanks, tmp_path: Path) -
 
 def test_a_run_that_starts_over_begins_a_new_file(tmp_path: Path) -> None:
     train(str(tmp_path), 1)
-    with dl.join_world(seed=0) as world:
-        batches = dl.Batches(torch.ones(8, 3), 4, world)
-        dl.Loop(batches, steps=1, state=state_of(nn.Linear(3, 1)), run_dir=tmp_path, resume=False, progress=False)
+    with dl.join_world() as world:
+        loop_in(world, tmp_path, network(), resume=False)
         print("over again")
     assert log_of(tmp_path) == "over again\n"
     assert (tmp_path / "before" / "1" / "console" / "rank-0.log").read_text() == "step 1 of rank 0\na warning\n"
@@ -124,14 +126,13 @@ def test_a_run_that_starts_over_begins_a_new_file(tmp_path: Path) -> None:
 
 def test_two_loops_of_one_world_have_their_own_output(tmp_path: Path) -> None:
     with dl.join_world(seed=0) as world:
-        model = nn.Linear(3, 1)
         for name in ("one", "two"):
-            folder, state = tmp_path / name, state_of(model)
-            batches = dl.Batches(torch.ones(8, 3), 4, world)
-            for step in dl.Loop(batches, steps=1, state=state, run_dir=folder, progress=False):
-                print("in", name)
+            model = network()
+            loop = loop_in(world, tmp_path / name, model)
+            print("in", name)
+            for step in loop:
                 for rows in step:
-                    step.backward(model(rows).mean())
+                    step.backward(loss_of(model, rows))
                 step.fold()
             print("after", name)
     assert [log_of(tmp_path / name) for name in ("one", "two")] == ["in one\nafter one\n", "in two\nafter two\n"]
@@ -140,12 +141,7 @@ def test_two_loops_of_one_world_have_their_own_output(tmp_path: Path) -> None:
 
 def test_logs_that_are_nested_both_get_it_and_leave_nothing_whichever_ends_first(tmp_path: Path) -> None:
     for first in (0, 1):
-        folders = [tmp_path / f"{first}-{number}" for number in range(2)]
-        for folder in folders:
-            folder.mkdir()
-        ones = [Recording(folder) for folder in folders]
-        for one, folder in zip(ones, folders, strict=True):
-            one.log.open(folder, 0)
+        ones = [Recording(tmp_path / f"{first}-{number}") for number in range(2)]
         print("both")
         ones[first].log.close()
         print("the other")
@@ -244,14 +240,12 @@ def test_a_full_disk_is_one_warning_and_the_output_goes_on(
     assert capsys.readouterr().out == "shown anyway\nand more\n"
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_warning_and_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "console").write_text("a file")
     with recording(tmp_path) as one:
         print("shown")
     assert len(one.warnings) == 1
-
-
-def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "console").unlink()
     (tmp_path / "console").mkdir()
     (tmp_path / "other").write_text("mine")
     (tmp_path / "console" / "rank-0.log").symlink_to(tmp_path / "other")
@@ -312,7 +306,7 @@ def test_a_terminal_stays_one_and_a_live_display_leaves_only_real_lines(
 
 def test_a_substitute_is_followed_and_what_is_written_beside_is_not(tmp_path: Path) -> None:
     with recording(tmp_path) as one:
-        substitute = io.StringIO() if hasattr(io.StringIO(), "__dict__") else None
+        substitute = io.StringIO()
         follow_instead(sys.stdout, substitute)
         follow_instead(sys.stdout, sys.stdout)
         print("followed", file=substitute)
@@ -338,7 +332,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("way", ["kill", "raise"])
 @pytest.mark.slow
 def test_of_a_killed_or_failed_process_all_that_it_wrote_is_there(tmp_path: Path, way: str) -> None:
-    (tmp_path / RUN).write_text(EMPTY)
+    (tmp_path / "run.json").write_text("{}")
     command = [sys.executable, "-c", KILLED.format(root=str(ROOT)), str(tmp_path), way]
     assert subprocess.run(command, capture_output=True).returncode != 0
     text = until(lambda: log_of(tmp_path), "the file")

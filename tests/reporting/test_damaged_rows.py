@@ -28,6 +28,7 @@ from ddp_loop.reporting.rows import EpochMeans
 from tests.faults.damage_run import damage_runs
 from tests.support.harness import OnRanks
 from tests.support.runs import lines_of
+from tests.support.serving import row, write_lines
 
 pytestmark = pytest.mark.covers("E1", "E3")
 
@@ -196,16 +197,11 @@ def test_a_file_that_is_gone_leaves_a_gap_that_is_said_and_the_numbers_are_the_s
 
 
 def test_several_gaps_are_said_in_one_line(tmp_path: Path) -> None:
-    there = [{"epoch": 1, "iteration": n, "samples": 1, "loss": 0.5, "elapsed_s": 0.1} for n in (2, 3, 5, 8)]
-    (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in there))
-    lines = JsonlWriter(tmp_path / ROWS, 20, print, "raise", once=True)
-    lines.close()
-    assert lines.notice == "rows 1, 4, 6 to 7 and 9 to 20 are missing from rows.jsonl"
-    there += [{**there[0], "iteration": n} for n in range(22, 60, 2)]
-    (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in there))
-    lines = JsonlWriter(tmp_path / ROWS, 60, print, "raise", once=True)
-    lines.close()
-    assert lines.notice == "rows 1, 4, 6 to 7 and 33 more are missing from rows.jsonl"
+    for more, last, said in (((), 20, "9 to 20"), (range(22, 60, 2), 60, "33 more")):
+        write_lines(tmp_path / ROWS, map(row, (2, 3, 5, 8, *more)))
+        lines = JsonlWriter(tmp_path / ROWS, last, print, "raise", once=True)
+        lines.close()
+        assert lines.notice == f"rows 1, 4, 6 to 7 and {said} are missing from rows.jsonl"
 
 
 def test_a_run_that_goes_on_as_it_should_says_nothing(run: Path, on_ranks: OnRanks) -> None:
@@ -238,9 +234,8 @@ def test_what_was_kept_aside_is_never_written_over_and_moves_away_with_the_run(r
 def test_lines_beside_the_rows_survive_likewise(
     name: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks
 ) -> None:
-    told = [{"iteration": n, "elapsed_s": 0.5 * n, "ranks": []} for n in range(1, 10)]
     if name == RANKS:
-        (run / name).write_text("".join(json.dumps(one) + "\n" for one in told))
+        write_lines(run / name, map(row, range(1, 10)))
     before = lines_of(run / name)
     strange = [b"{}\n", NULS + b"\n", b'{"iteration": "x", "elapsed_s": 1}\n']
     damage(run / name, lambda lines: [lines[0], *strange, *lines[1:]])
@@ -257,9 +252,10 @@ def test_lines_beside_the_rows_survive_likewise(
 
 @pytest.mark.parametrize("once", [False, True])
 def test_what_follows_a_row_that_is_made_again_is_cut_silently(once: bool, tmp_path: Path) -> None:
-    there = [{"epoch": 1, "iteration": n, "samples": 1, "elapsed_s": 0.1} for n in (1, 2, 5)]
+    there = [*map(row, (1, 2, 5))]
     path = tmp_path / ROWS
-    path.write_text("".join(json.dumps(row) + "\n" for row in there) + '{}\n{"epoch": 2, "it')
+    write_lines(path, there)
+    path.write_text(path.read_text() + '{}\n{"epoch": 2, "it')
     lines = JsonlWriter(path, 2, print, "raise", once=once)
     lines.close()
     assert (lines.notice, lines_of(path), os.listdir(tmp_path)) == ("", there[:2], [ROWS])
@@ -286,9 +282,8 @@ def test_a_damaged_folder_can_be_looked_at_and_drawn(
 
 def test_the_means_of_the_epoch_are_of_the_rows_that_stay(run: Path) -> None:
     expected, found = EpochMeans(), EpochMeans()
-    rows = lines_of(run / ROWS)[:AT]
-    for row in rows:
-        expected.recall(row)
+    for there in lines_of(run / ROWS)[:AT]:
+        expected.recall(there)
     damage(run / ROWS, shuffled)
     JsonlWriter(run / ROWS, AT, print, "raise", found.begin, once=True).close()
     assert found.means.means() == expected.means.means()

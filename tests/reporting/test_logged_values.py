@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddp_loop.reporting.evaluations import EvaluationLog
+from ddp_loop.reporting.jsonl import RunFiles
 from ddp_loop.reporting.logged_values import MOST_TEXT, LoggedValues
 from ddp_loop.reporting.sink_calls import SinkCalls
 
@@ -20,7 +21,7 @@ LAST = 4  # the checkpoint's iteration
 
 def opened(folder: Path, after: int = 0, warnings: list[str] | None = None) -> LoggedValues:
     calls = SinkCalls([], print)
-    return LoggedValues(folder, after, calls, print if warnings is None else warnings.append, 0.0)
+    return LoggedValues(RunFiles(folder, after, print if warnings is None else warnings.append), calls, 0.0)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -30,10 +31,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.covers("J7")
 def test_a_value_that_differs_after_the_resume_is_kept_beside_the_earlier_one(tmp_path: Path) -> None:
     before = opened(tmp_path)
-    before.add(1, LAST, {"score": 1.0, "same": 0.5, "none": float("nan")})
+    before.add(1, LAST, {"score": 1.0, "same": 0.5, "none": nan})
     before.close()
     again = opened(tmp_path, LAST)
-    again.add(1, LAST, {"score": 2.0, "same": 0.5, "none": float("nan")})
+    again.add(1, LAST, {"score": 2.0, "same": 0.5, "none": nan})
     again.close()
     found = [{name: line.get(name) for name in ("score", "same")} for line in lines_of(tmp_path / "logged.jsonl")]
     assert found == [{"score": 1.0, "same": 0.5}, {"score": 2.0, "same": None}]
@@ -58,7 +59,7 @@ class Killed:
 def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_path: Path) -> None:
     sink = Killed(tmp_path / "one")
     (tmp_path / "one").mkdir()
-    values = LoggedValues(tmp_path / "one", 0, SinkCalls([sink], print), print, 0.0)
+    values = LoggedValues(RunFiles(tmp_path / "one", 0, print), SinkCalls([sink], print), 0.0)
     for step in range(1, LAST + 1):
         values.add(1, step, {"score": float(step)})
         values.end_line()
@@ -69,7 +70,7 @@ def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_p
         folder.mkdir()
         (folder / "logged.jsonl").write_text(left)
         again = Killed(folder)
-        resumed = LoggedValues(folder, int(score), SinkCalls([again], print), print, 0.0)
+        resumed = LoggedValues(RunFiles(folder, int(score), print), SinkCalls([again], print), 0.0)
         resumed.add(1, int(score), {"score": score})
         resumed.close()
         assert again.got == []
@@ -144,6 +145,13 @@ def test_a_step_that_two_epochs_share_has_a_line_of_each(tmp_path: Path) -> None
     assert found == [(1, LAST, 1.0), (2, LAST, 2.0)]
 
 
-def test_a_metric_does_not_take_the_place_of_the_iteration() -> None:
-    line = EvaluationLog(None, 0, print).record(2, 5, {"iteration": 9.0, "epoch": 8.0, "loss": 0.5}, 1.0)
-    assert line == {"epoch": 2, "iteration": 5, "loss": 0.5, "elapsed_s": 1.0}
+def test_evaluations_of_an_iteration_with_other_results_are_all_written(tmp_path: Path) -> None:
+    logged = opened(tmp_path)
+    for value, samples in ((0.5, 10), (0.5, 10), (0.5, 11), (1e-7, 10), (5e-7, 10), (5e-7 + 1e-15, 10), (nan, 10)):
+        logged.add_evaluation(1, 4, {"accuracy": value, "samples": samples})
+    logged.add_evaluation(2, 5, {"iteration": 9.5, "epoch": 8.5, "loss": 0.25})
+    logged.close()
+    *lines, last = lines_of(tmp_path / "evaluations.jsonl")
+    found = [(line["accuracy"], line["samples"]) for line in lines]
+    assert found == [(0.5, 10), (0.5, 11), (1e-7, 10), (5e-7, 10), (None, 10)]
+    assert (last["epoch"], last["iteration"], last["loss"]) == (2, 5, 0.25)  # metrics cannot replace the place

@@ -23,6 +23,8 @@ from ddp_loop.plots import Panel
 from ddp_loop.reporting import PictureStyle, export, exports
 from ddp_loop.reporting.reporter import results_in
 from tests.support.harness import OnRanks
+from tests.support.runs import lines_of
+from tests.support.serving import row, write_lines, write_run
 
 FILES = ["loss.png", "loss.svg", "metrics.png", "metrics.svg"]
 
@@ -59,7 +61,7 @@ def test_a_run_is_drawn_when_it_ends_and_its_rows_are_a_table(on_ranks: OnRanks,
     run = tmp_path / "run"
     on_ranks(2, train, str(run), True)
     assert sorted(one.name for one in (run / "pictures").iterdir()) == FILES
-    rows = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
+    rows = lines_of(run / "rows.jsonl")
     with (run / "rows.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [{name: float(value) for name, value in row.items()} for row in table] == rows
@@ -84,11 +86,16 @@ def test_a_run_without_progress_is_not_drawn_until_it_is_asked_for(
 
 
 @pytest.mark.parametrize("lines", [None, "", '{"iteration": 1, "lo'])
-def test_what_has_no_rows_is_refused(lines: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("among", [0, 1])
+def test_what_has_no_rows_is_refused_and_nothing_is_drawn(
+    lines: str | None, among: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = [str(write_run(tmp_path / "other", [row(1)]))] * among
     if lines is not None:
         (tmp_path / "rows.jsonl").write_text(lines)
-    assert main(["plot", str(tmp_path)]) == 2
+    assert main(["plot", *others, str(tmp_path), "-o", str(tmp_path / "out")]) == 2
     assert f"{tmp_path} has no rows.jsonl with rows to draw. Pass the folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations() -> None:
@@ -150,19 +157,15 @@ def test_a_run_of_many_rows_is_left_to_the_command(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "pictures").exists()
 
 
-def write_run(folder: Path, rows: int, **more: str) -> Path:
-    """A run folder with rows, an evaluation each 10 of them, and what else is given, by file name."""
-    folder.mkdir(parents=True)
-    lines = [
-        {"epoch": 1, "iteration": n, "samples": 4, "loss": 1 / n, "constructor": 0.5 + n / 1000, "elapsed_s": n / 10}
-        for n in range(1, rows + 1)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    evaluations = [{"epoch": 1, "iteration": n, "loss": 2 / n, "samples": 4, "elapsed_s": 1.0} for n in (10, 20)]
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
-    for name, text in more.items():
-        (folder / f"{name}.jsonl").write_text(text)
-    return folder
+def drawn_run(folder: Path, rows: int, *logged: dict[str, Any]) -> Path:
+    """A run folder with rows, two evaluations, and what was logged."""
+    run = write_run(folder, [row(n, constructor=0.5 + n / 1000) for n in range(1, rows + 1)])
+    write_lines(run / "evaluations.jsonl", [row(n, loss=2 / n) for n in (10, 20)])
+    write_lines(run / "logged.jsonl", logged)
+    return run
+
+
+LINE = {"epoch": 1, "iteration": 4, "f1": 0.5, "loss": 3.0, "elapsed_s": 0.1}
 
 
 def texts_of(picture: Path) -> str:
@@ -172,7 +175,7 @@ def texts_of(picture: Path) -> str:
 
 @pytest.mark.covers("E6")
 def test_several_runs_are_drawn_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write_run(tmp_path / name / "run", 30) for name in ("a$x$", "b")]
+    runs = [drawn_run(tmp_path / name / "run", 30) for name in ("a$x$", "b")]
     command = ["plot", *map(str, runs), "-o", str(tmp_path / "out"), "--title", "Two $runs$", "--smooth", "5", "--log"]
     assert main(command) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -182,23 +185,6 @@ def test_several_runs_are_drawn_over_each_other(tmp_path: Path, capsys: pytest.C
     assert "Two" in said
     assert "b/run, evaluated" in said
     assert not list(tmp_path.rglob("rows.csv"))
-
-
-def test_a_run_without_rows_among_several_is_named_and_nothing_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", 3)
-    assert main(["plot", str(run), str(tmp_path / "none"), "-o", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path / 'none'} has no rows.jsonl with rows to draw" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_logged_values_get_panels_or_points(tmp_path: Path) -> None:
-    logged = '{"epoch": 1, "iteration": 4, "f1": 0.5, "loss": 3.0, "elapsed_s": 0.1}\n'
-    run = write_run(tmp_path / "run", 30, logged=logged)
-    export(run, PictureStyle(title="My own"))
-    assert "f1" in texts_of(run / "pictures" / "metrics.svg")
-    assert "My own" in texts_of(run / "pictures" / "metrics.svg")
 
 
 @pytest.fixture
@@ -260,8 +246,7 @@ def test_names_are_no_formulas_and_a_long_one_is_cut(figures: list[Any]) -> None
 
 
 def test_runs_that_lack_a_value_or_are_given_twice_are_compared(figures: list[Any], tmp_path: Path) -> None:
-    logged = '{"epoch": 1, "iteration": 4, "f1": 0.5, "loss": 3.0, "elapsed_s": 0.1}\n'
-    one, two = write_run(tmp_path / "one", 6, logged=logged), write_run(tmp_path / "two", 6)
+    one, two = drawn_run(tmp_path / "one", 6, LINE), drawn_run(tmp_path / "two", 6)
     exports.compare([one, two, one], tmp_path / "out", PictureStyle(smoothing=3, log=True))
     drawn = {axes.get_ylabel(): axes for figure in figures for axes in figure.axes}
     assert lines_in(drawn["f1"]) == {"one": (BLUE, [0.5])}
@@ -272,9 +257,9 @@ def test_runs_that_lack_a_value_or_are_given_twice_are_compared(figures: list[An
 
 
 def test_of_two_rows_of_a_step_the_later_one_is_drawn(tmp_path: Path, figures: list[Any]) -> None:
-    run = write_run(tmp_path / "run", 3)
+    run = drawn_run(tmp_path / "run", 3)
     rows = (run / "rows.jsonl").read_text()
-    (run / "rows.jsonl").write_text(rows + rows.splitlines()[1].replace("0.5,", "9.0,") + "\n")
+    (run / "rows.jsonl").write_text(rows + rows.splitlines()[1].replace('"loss": 0.5,', '"loss": 9.0,') + "\n")
     export(run)
     (loss,) = figures[0].axes
     assert lines_in(loss)["training"][1] == [1, 9, 1 / 3]
@@ -295,7 +280,8 @@ def test_a_negative_smoothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_run_leaves_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 3)
+    run = drawn_run(tmp_path / "run", 3, LINE)
     assert results_in(run) == []
-    export(run)
+    export(run, PictureStyle(title="My own"))
     assert results_in(run) == ["curves in pictures/", "rows in rows.csv"]
+    assert {"f1", "My own"} <= set(texts_of(run / "pictures" / "metrics.svg").splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import redirect_stdout
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from ddp_loop.reporting import reporter as progress_rows
-from ddp_loop.reporting.rows import RowMeta, jsonl_line
+from ddp_loop.reporting.jsonl import line_of
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
+from tests.support.refusals import network
+from tests.support.runs import lines_of, rows_of
+from tests.support.training import train as plain_training
 
 EPOCHS = 3
 
@@ -49,8 +53,8 @@ def train(
 
 
 @pytest.mark.covers("E1")
-def test_rows_reach_a_callback_on_rank_0_in_order_while_training_runs(on_ranks: OnRanks, tmp_path: Path) -> None:
-    first, *others = on_ranks(3, train, str(tmp_path), False)
+def test_rows_reach_a_callback_on_rank_0_and_the_file_in_order(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, *others = on_ranks(3, train, str(tmp_path / "new"), False)
     rows, own, there, _ = first
     assert [row["iteration"] for row in rows] == list(range(1, 6 * EPOCHS + 1))
     assert [row["epoch"] for row in rows] == [1] * 6 + [2] * 6 + [3] * 6
@@ -59,6 +63,11 @@ def test_rows_reach_a_callback_on_rank_0_in_order_while_training_runs(on_ranks: 
     # A row is complete when its step is over, and is handed on while the next one's sums are under way.
     assert there == list(range(6 * EPOCHS))
     assert all(other[0] == [] and other[1] == own for other in others)
+    written = lines_of(tmp_path / "new" / "rows.jsonl")
+    assert all(row.pop("samples_per_s") > 0 for row in rows)  # it follows from the others
+    assert written == rows
+    elapsed = [row["elapsed_s"] for row in written]
+    assert elapsed == sorted(elapsed)
 
 
 def test_rows_of_quick_steps_come_several_at_once_and_an_epochs_last_without_delay(on_ranks: OnRanks) -> None:
@@ -67,27 +76,10 @@ def test_rows_of_quick_steps_come_several_at_once_and_an_epochs_last_without_del
     assert there == [0] * 6 + [6] * 6 + [12] * 6
 
 
-@pytest.mark.covers("E1")
-def test_the_run_folder_gets_a_line_for_each_row(on_ranks: OnRanks, tmp_path: Path) -> None:
-    rows, *_ = on_ranks(2, train, str(tmp_path / "new" / "run"), False)[0]
-    lines = (tmp_path / "new" / "run" / "rows.jsonl").read_text().splitlines()
-    written = [json.loads(line) for line in lines]
-    assert all(row.pop("samples_per_s") > 0 for row in rows)  # it follows from the others
-    assert written == rows
-    elapsed = [row["elapsed_s"] for row in written]
-    assert elapsed == sorted(elapsed)
-
-
 def test_rows_that_were_made_before_an_exception_are_in_the_file(on_ranks: OnRanks, tmp_path: Path) -> None:
     with pytest.raises(dl.RankFailed, match="planted"):
         on_ranks(2, train, str(tmp_path), False, 9)
-    text = (tmp_path / "rows.jsonl").read_text()
-    assert text.endswith("\n")
-    assert [json.loads(line)["iteration"] for line in text.splitlines()] == list(range(1, 9))
-
-
-def train_alone(progress: bool, run: str | None = None) -> list[torch.Tensor]:
-    return train(run, progress)[3]
+    assert rows_of(tmp_path) == list(range(1, 9))
 
 
 @pytest.mark.covers("E2")
@@ -110,26 +102,20 @@ def test_a_quiet_run_prints_nothing_and_writes_nothing_and_has_the_same_weights(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    quiet = train_alone(progress=False)
+    quiet = train(None, False)[3]
     heard = capfd.readouterr()
     assert (heard.out, heard.err, list(tmp_path.iterdir())) == ("", "", [])
-    loud = train_alone(progress=True, run=str(tmp_path / "run"))
+    loud = train(str(tmp_path / "run"), True)[3]
     assert "Epoch: 3" in capfd.readouterr().out
     assert all(torch.equal(one, other) for one, other in zip(quiet, loud, strict=True))
 
 
-def test_a_value_that_is_not_finite_is_null_in_the_file() -> None:
-    line = jsonl_line(RowMeta(1, 2, 3, 0.5, False), {"loss": float("nan"), "accuracy": 0.25})
-    assert json.loads(line) == {
-        "epoch": 1, "iteration": 2, "samples": 3, "loss": None, "accuracy": 0.25, "elapsed_s": 0.5
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [0.1, 1e-30, -2.0, 1e300, 3.0])
-def test_the_line_is_what_json_would_write(value: float) -> None:
-    moment = RowMeta(1, 2, 3, 0.5, True)
-    row = {"epoch": 1, "iteration": 2, "samples": 3, "loss": value, "elapsed_s": 0.5}
-    assert json.loads(jsonl_line(moment, {"loss": value})) == row
+def test_the_line_is_what_json_would_write_with_null_for_what_is_not_finite() -> None:
+    place = {"epoch": 1, "iteration": 2, "samples": 3}
+    for value in (0.1, 1e-30, -2.0, 1e300, 3.0, float("nan")):
+        found = json.loads(line_of(place, {"loss": value, "accuracy": 0.25}, 0.5))
+        expected = {**place, "loss": value if isfinite(value) else None, "accuracy": 0.25, "elapsed_s": 0.5}
+        assert found == expected
 
 
 def weigh(run: str, capture: str, weights: float | None) -> tuple[list[dict[str, Any]], list[float], str]:
@@ -159,8 +145,7 @@ def test_an_epochs_line_is_weighted_as_the_losses_are(on_ranks: OnRanks, tmp_pat
     (rows, own, said), other = on_ranks(2, weigh, str(tmp_path / "run"), str(tmp_path / "said"), None)
     assert said == f"{FIRST}Epoch: 1, Loss: {90 / 16:.4f}, Value: {90 / 16:.4f}\n"
     assert own == other[1] == [row["weight"] for row in rows] == [1.0, 9.0, 2.0, 4.0]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
-    assert [line["weight"] for line in lines] == [1.0, 9.0, 2.0, 4.0]
+    assert [line["weight"] for line in lines_of(tmp_path / "run" / "rows.jsonl")] == own
 
 
 @pytest.mark.covers("D11")
@@ -170,9 +155,4 @@ def test_an_epoch_whose_weights_are_all_0_has_no_loss(on_ranks: OnRanks, tmp_pat
 
 
 def test_without_weights_a_rows_weight_is_its_samples() -> None:
-    with dl.join_world() as world:
-        model = nn.Linear(2, 1)
-        for step in dl.Loop(dl.Batches(torch.ones(7, 2), 4, world), 1, state={"model": model}, progress=False):
-            for rows in step:
-                step.backward(model(rows).mean())
-            assert step.fold().weight == step.samples
+    assert plain_training(network(), batch_size=7, after_fold=lambda _, row: float(row.weight)) == [7, 7, 7, 3]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,17 @@ import ddp_loop as dl
 from ddp_loop.determinism import digest
 from ddp_loop.reporting import OnRow
 from ddp_loop.reporting import throughput as paces
-from ddp_loop.reporting.evaluations import EvaluationLog
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from ddp_loop.training import gradients
 from ddp_loop.training.validation import OnNonFinite
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
-from tests.support.refusals import Refused
-from tests.support.runs import go_by_epochs, lines_of
+from tests.support.refusals import Refused, loop_over, network
+from tests.support.runs import go_by_epochs, lines_of, status_of
+from tests.support.training import train as plain_training
 
-ROWS, EVALUATIONS, RANKS, STATUS = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "status.json"
+ROWS, EVALUATIONS, RANKS = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl"
 MANY = 10_000
 
 
@@ -82,14 +81,14 @@ def train(
     sizes: tuple[int, ...] = (7, 6),
     weights: bool = False,
     groups: int = 1,
-    on_row: Any = None,
+    on_row: Any = (),
     progress: bool = False,
     norm_each: int = 2**20,
     on_nonfinite: OnNonFinite = "raise",
 ) -> tuple[list[float], list[dict[str, Any]], str]:
     """Each step's gradient norm by its `.grad`s, the rows, and a digest of the weights."""
-    before, gradients._NORM_EACH = gradients._NORM_EACH, norm_each
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "_NORM_EACH", norm_each)
         with dl.join_world(seed=0) as world:
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -97,7 +96,7 @@ def train(
             optimizer = torch.optim.SGD(model.parameters() if groups == 1 else parts, lr=0.1)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
             rows: list[dict[str, Any]] = []
-            receivers = [*(on_row or []), rows.append]
+            receivers = None if on_row is None else [*on_row, rows.append]
             state = {"model": model, "optimizer": optimizer}
             batches = dl.Batches(make_data((6,), 40), sizes[0], world)
             norms = []
@@ -113,8 +112,6 @@ def train(
                 optimizer.step()
                 schedule.step()
             return norms, rows, digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
-    finally:
-        gradients._NORM_EACH = before
 
 
 @pytest.mark.covers("E3")
@@ -140,58 +137,49 @@ def test_each_group_of_the_optimizer_has_its_rate(on_ranks: OnRanks) -> None:
 
 def test_a_large_networks_norm_is_computed_in_every_kth_row_unless_the_guard_asks_for_it(on_ranks: OnRanks) -> None:
     each = 83 // 3  # 83 gradients, so k is 3
-    norms, rows, _ = on_ranks(2, train, None, (7,), False, 1, None, False, each)[0]
+    norms, rows, _ = on_ranks(2, train, None, (7,), False, 1, (), False, each)[0]
     assert [row["gradient_norm"] for row in rows] == pytest.approx(norms, rel=1e-12)
-    norms, rows, _ = on_ranks(2, train, None, (7,), False, 1, None, False, each, "allow")[0]
+    norms, rows, _ = on_ranks(2, train, None, (7,), False, 1, (), False, each, "allow")[0]
     assert [row.get("gradient_norm") for row in rows] == [
         pytest.approx(norm, rel=1e-12) if n % 3 == 0 else None for n, norm in enumerate(norms)
     ]
 
 
-def unfreeze() -> tuple[list[float], list[float]]:
-    with dl.join_world(seed=0) as world:
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
-        model[0].requires_grad_(False)
-        rows: list[dict[str, Any]] = []
-        norms = []
-        loop = dl.Loop(
-            dl.Batches(torch.randn(8, 2).double(), 4, world),
-            2,
-            state={"model": model},
-            on_row=rows.append,
-            progress=False,
-        )
-        for step in loop:
-            model[0].requires_grad_(step.iteration > 1)
-            for inputs in step:
-                step.backward(model(inputs).square().mean())
-            step.fold()
-            norms.append(sum(float((one.grad**2).sum()) for one in model.parameters() if one.grad is not None) ** 0.5)
-        loop.close()
-        return [row["gradient_norm"] for row in rows], norms
-
-
 def test_the_norm_is_right_in_the_step_in_which_parameters_are_unfrozen(on_ranks: OnRanks) -> None:
-    for told, norms in on_ranks(2, unfreeze)[:1]:
-        assert told == pytest.approx(norms, rel=1e-12)
+    told, norms = on_ranks(2, unfreeze)[0]
+    assert told == pytest.approx(norms, rel=1e-12)
 
 
-def take_name(world: dl.World, folder: str, name: str) -> None:
-    model = nn.Linear(1, 1)
-    for step in dl.Loop(dl.Batches(torch.ones(4, 1), 4, world), 1, state={"model": model}, progress=False):
-        for rows in step:
-            step.backward(model(rows).mean(), **{name: 1.0})  # type: ignore[arg-type]
-        step.fold()
+def unfreeze() -> tuple[list[float], list[float]]:
+    model = network()
+    model[0].requires_grad_(False)
+    rows: list[dict[str, Any]] = []
+
+    def norm(step: dl.Step, result: dl.StepResult) -> float:
+        squares = [float((one.grad**2).sum()) for one in model.parameters() if one.grad is not None]
+        model[0].requires_grad_(step.iteration > 1)
+        return math.sqrt(sum(squares))
+
+    norms = plain_training(model, after_fold=norm, on_row=rows.append)
+    return [row["gradient_norm"] for row in rows], norms
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "gradient_norm", "samples_per_s", "skipped", "unused_samples"])
-def test_a_metric_cannot_have_a_name_of_the_rows_own(name: str, refused: Refused) -> None:
-    refused(2, take_name, name, kind="ValueError", said=name)
+def take_name(name: str) -> None:
+    with dl.join_world() as world:
+        model = nn.Linear(1, 1)
+        for step in dl.Loop(dl.Batches(torch.ones(4, 1), 4, world), 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean(), **{name: 1.0})  # type: ignore[arg-type]
+
+
+def test_a_metric_cannot_have_a_name_of_the_rows_own() -> None:
+    for name in ("learning_rate", "gradient_norm", "samples_per_s", "skipped", "unused_samples"):
+        with pytest.raises(ValueError, match=name):
+            take_name(name)
 
 
 def give_no_callable(world: dl.World, folder: str) -> None:
-    on_row: Any = [print, "rows.csv"] if world.rank == 0 else None
-    dl.Loop(dl.Batches(torch.ones(4, 1), 4, world), 1, state={"model": nn.Linear(1, 1)}, on_row=on_row)
+    loop_over(world, folder, network(), on_row=[print, "rows.csv"] if world.rank == 0 else None)
 
 
 def test_a_receiver_that_cannot_be_called_is_refused_on_all_ranks(refused: Refused) -> None:
@@ -199,20 +187,6 @@ def test_a_receiver_that_cannot_be_called_is_refused_on_all_ranks(refused: Refus
 
 
 # -- beside the rows -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def quick_words() -> Any:
-    """Words between the ranks come quickly."""
-    names = ("TELL_S", "GATHER_S", "_FIRST_S")
-    before = [getattr(paces, name) for name in names]
-    for name, value in zip(names, (0.05, 0.1, 0.05), strict=True):
-        setattr(paces, name, value)
-    try:
-        yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(paces, name, value)
 
 
 def compute(seconds: float) -> None:
@@ -223,7 +197,9 @@ def compute(seconds: float) -> None:
 
 
 def with_a_slow_rank(folder: str, slow: int) -> None:
-    with quick_words(), dl.join_world(seed=0) as world:
+    with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
+        for name in ("TELL_S", "_FIRST_S", "GATHER_S"):
+            patch.setattr(paces, name, 0.05)
         model = nn.Linear(1, 1)
         batches = dl.Batches(torch.ones(6, 1), 6, world)
         for step in dl.Loop(batches, 100, state={"model": model}, run_dir=folder, progress=False, save_every=100):
@@ -308,55 +284,28 @@ def test_a_finished_run_that_is_started_again_notes_no_evaluation_twice(on_ranks
     assert len(lines_of(tmp_path / EVALUATIONS)) == 6
 
 
-def test_what_two_evaluations_of_an_iteration_say_differently_is_noted_twice(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(tmp_path / "evaluations.jsonl", 0, print)
-    for number, (value, samples) in enumerate([(0.5, 10), (0.5, 10), (0.5, 11), (0.25, 10), (float("nan"), 10)]):
-        evaluations.record(1, 4, {"accuracy": value, "samples": samples}, 0.1 * number)
-    told = [(line["accuracy"], line["samples"]) for line in lines_of(tmp_path / EVALUATIONS)]
-    assert told == [(0.5, 10), (0.5, 11), (0.25, 10), (None, 10)]
-
-
-def status_while_running(folder: str, **extent: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    with dl.join_world() as world:
-        model = nn.Linear(1, 1)
-        loop = dl.Loop(
-            dl.Batches(torch.ones(7, 1), 2, world), state={"model": model}, run_dir=folder, progress=False, **extent
-        )
-        for step in loop:
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
-            running = json.loads((Path(folder) / STATUS).read_text())
-        return running, json.loads((Path(folder) / STATUS).read_text())
-
-
 @pytest.mark.parametrize(
     ("extent", "told"),
-    [({"epochs": 2}, (2, 4, None)), ({"steps": 3}, (None, 4, 3)), ({"epochs": 3, "steps": 5}, (3, 4, 5))],
+    [
+        ({"epochs": 2}, (2, 4, None)),
+        ({"epochs": None, "steps": 3}, (None, 4, 3)),
+        ({"epochs": 3, "steps": 5}, (3, 4, 5)),
+    ],
 )
-def test_the_status_says_how_far_the_run_goes(extent: dict[str, int], told: tuple[Any, ...], tmp_path: Path) -> None:
-    for status, name in zip(status_while_running(str(tmp_path), **extent), ("running", "done"), strict=True):
+def test_the_status_says_how_far_the_run_goes(extent: Any, told: tuple[Any, ...], tmp_path: Path) -> None:
+    running = plain_training(network(), run_dir=tmp_path, after_fold=lambda *_: status_of(tmp_path), **extent)
+    for status, name in ((running[-1], "running"), (status_of(tmp_path), "done")):
         assert status["status"] == name
         assert (status["epochs"], status["steps_per_epoch"], status["steps"]) == told
 
 
-def test_a_run_that_begins_anew_moves_these_files_too(on_ranks: OnRanks, tmp_path: Path) -> None:
-    def begin(resume: bool | None) -> None:
-        with dl.join_world() as world:
-            model = nn.Linear(1, 1)
-            batches = dl.Batches(torch.ones(4, 1), 2, world)
-            options: dict[str, Any] = {"state": {"model": model}, "run_dir": tmp_path, "progress": False}
-            for step in dl.Loop(batches, 1, resume=resume, **options):
-                for rows in step:
-                    step.backward(model(rows).mean())
-                step.fold()
-            dl.evaluate(model, batches, mean=lambda output, rows: output.squeeze(1))
-
-    begin(None)
-    (tmp_path / RANKS).write_text("")
-    begin(False)
+def test_a_run_that_begins_anew_moves_these_files_too(tmp_path: Path) -> None:
+    plain_training(network(), run_dir=tmp_path)
+    for name in (EVALUATIONS, RANKS):
+        (tmp_path / name).write_text("")
+    plain_training(network(), run_dir=tmp_path, resume=False)
     assert {EVALUATIONS, RANKS, ROWS} <= {one.name for one in (tmp_path / "before" / "1").iterdir()}
-    assert len(lines_of(tmp_path / EVALUATIONS)) == 1
+    assert not (tmp_path / EVALUATIONS).exists()
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------
@@ -368,26 +317,8 @@ def test_the_weights_are_the_same_bits_with_everything_on_and_off(on_ranks: OnRa
         csv_sink(tmp_path / "rows.csv"), tensorboard_sink(tmp_path / "board", 0.0)
     ]  # fmt: skip
     on = on_ranks(3, train, str(tmp_path / "run"), (7,), False, 1, sinks, True)
-    off = on_ranks(3, train_unseen)
-    assert [one[2] for one in on] == off
-    assert len(set(off)) == 1
-
-
-def train_unseen() -> str:
-    """As `train`, with nothing on."""
-    with dl.join_world(seed=0) as world:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        batches = dl.Batches(make_data((6,), 40), 7, world)
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
-            for inputs, labels in step:
-                step.backward(cross_entropy(model(inputs), labels))
-            step.fold()
-            optimizer.step()
-            schedule.step()
-        return digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+    off = on_ranks(3, train, None, (7,), False, 1, None)
+    assert len({one[2] for one in (*on, *off)}) == 1
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------
@@ -404,8 +335,8 @@ def test_samples_per_second_are_of_the_last_seconds() -> None:
 def test_the_time_that_is_left_follows_from_the_steps_made_here() -> None:
     extent = TrainingLength(epochs=5, steps_per_epoch=20, after=40)
     assert extent.whole == 100
-    assert extent.left_s(50, gone_s=5.0) == 25.0
-    assert extent.left_s(40, gone_s=5.0) is None
+    assert extent.left_s(50, passed_s=5.0) == 25.0
+    assert extent.left_s(40, passed_s=5.0) is None
     assert TrainingLength(epochs=5).left_s(3, 1.0) is None
     assert TrainingLength(epochs=5, steps_per_epoch=20, steps=30).whole == 30
     assert [as_clock(seconds) for seconds in (7.4, 760, 10800)] == ["0:07", "12:40", "3:00:00"]

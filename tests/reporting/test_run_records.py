@@ -20,6 +20,7 @@ from ddp_loop.reporting import (
     read_run,
     run_records,
 )
+from tests.support.logged_files import append_lines
 from tests.support.serving import row, write_lines, write_run
 
 
@@ -97,13 +98,11 @@ def test_many_rows_have_the_values_of_row_by_row(odd: dict[str, Any] | None, pla
     rows[place] = rows[place] | (odd or {})
     run, other = write_run(tmp_path / "one", []), write_run(tmp_path / "two", rows)
     for one in rows:
-        with (run / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(one) + "\n")
+        append_lines(run / "rows.jsonl", [one])
         by_row = read_run(run).rows
     at_once = read_run(other).rows
-    assert {name: repr(value) for name, value in at_once.items()} == {
-        name: repr(value) for name, value in by_row.items()
-    }
+    assert repr(at_once) == repr({name: by_row[name] for name in at_once})
+    assert at_once.keys() == by_row.keys()
     assert at_once["loss"].best_at == 20
 
 
@@ -119,8 +118,7 @@ def test_a_long_file_is_read_up_to_the_deadline_and_then_on(tmp_path: Path) -> N
 def test_rows_that_are_added_cut_off_or_written_anew_are_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(k) for k in range(1, 6)])
     assert read_run(run).rows["loss"].best_at == 5
-    with (run / "rows.jsonl").open("a") as file:
-        file.write(json.dumps(row(6)) + "\n")
+    append_lines(run / "rows.jsonl", [row(6)])
     assert read_run(run).rows["loss"].best_at == 6
     write_lines(run / "rows.jsonl", [row(k) for k in range(1, 4)])
     assert (read_run(run).rows["loss"].best_at, read_run(run).steps) == (3, 3)

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import ROWS
 from ddp_loop.reporting import WeightedMeans, terminal
+from ddp_loop.reporting.jsonl import RunFiles
 from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.reporter import RowDispatcher
 from ddp_loop.reporting.rows import RowMeta
@@ -341,16 +343,19 @@ class Looked:
 @pytest.mark.covers("E2")
 def test_the_display_is_drawn_again_although_no_step_ends() -> None:
     display, began = Looked(), time.monotonic()
+    files = RunFiles(None, 0, print)
     sinks = SinkCalls([], print)
-    logged = LoggedValues(None, 0, sinks, print, began)
-    rows = RowDispatcher(None, sinks, logged, Terminal(print, TrainingLength(), began, display), began)
+    logged = LoggedValues(files, sinks, began)
+    rows = RowDispatcher(
+        files.open(ROWS, "keep"), sinks, logged, Terminal(print, TrainingLength(), began, display), began
+    )
     for iteration in range(1, 5):
-        rows.add(1, iteration, 4, False, ("loss",), torch.ones(1), {})
+        rows.add(RowMeta(1, iteration, 4, time.monotonic() - began, False), ("loss",), torch.ones(1), {})
     until(lambda: [view.iteration for view in display.views].count(4) > 1, "it is drawn again")
     shown = list(display.views)
     rows.close()
     assert {view.iteration for view in shown} <= set(range(1, 5))
-    assert all(earlier.gone_s < later.gone_s for earlier, later in pairwise(shown))
+    assert all(earlier.elapsed_s < later.elapsed_s for earlier, later in pairwise(shown))
 
 
 def test_without_a_terminal_or_rich_there_is_no_display(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,16 +9,17 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.reporting import usage
 from ddp_loop.reporting.usage import UsageLog, processor_s
 from tests.support.harness import OnRanks, until
+from tests.support.refusals import loop_over, loss_of, network
 from tests.support.runs import lines_of
 
 FIELDS = [
@@ -27,15 +28,14 @@ FIELDS = [
 CPU = torch.device("cpu")
 
 
-def train(run: str | None, steps: int, every_s: float = 5.0) -> tuple[list[str], list[str]]:
+def train(run: Any, steps: int, every_s: float = 5.0) -> tuple[list[str], list[str]]:
     """The names of the threads of usage during and after the loop."""
     with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
         patch.setattr(usage, "EVERY_S", every_s)
-        model, names = nn.Linear(3, 1), []
-        batches = dl.Batches(torch.ones(8, 3), 4, world)
-        for step in dl.Loop(batches, steps=steps, state={"m": model}, run_dir=run, progress=False):
+        model = network()
+        for step in loop_over(world, run, model, epochs=None, steps=steps):
             for rows in step:
-                step.backward(model(rows).mean())
+                step.backward(loss_of(model, rows))
             step.fold()
             names = usage_threads()
         return names, usage_threads()
@@ -121,7 +121,9 @@ def test_a_line_comes_every_few_seconds(tmp_path: Path, monkeypatch: pytest.Monk
     assert {one["iteration"] for one in lines} == {7}
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+def test_a_machine_without_the_run_folder_gets_no_file_and_one_that_cannot_write_it_a_warning(tmp_path: Path) -> None:
+    log_of(tmp_path, []).close()
+    assert os.listdir(tmp_path) == []
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "usage").write_text("a file")
     warnings: list[str] = []
@@ -130,31 +132,17 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     assert "training continues" in warnings[0]
 
 
-def test_a_machine_without_the_run_folder_gets_no_file(tmp_path: Path) -> None:
-    log_of(tmp_path, []).close()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_gpu_that_cannot_say_its_load_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Module:
-        def utilization(self, device: torch.device) -> int:
-            asked.append(device)
-            raise ModuleNotFoundError("pynvml")
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
-    gpu = usage._Gpu(torch.device("cuda", 0))
-    assert [gpu.percent(), gpu.percent(), len(asked)] == [None, None, 1]
-    monkeypatch.setattr(Module, "utilization", lambda self, device: 83)
-    assert usage._Gpu(torch.device("cuda", 0)).percent() == 83.0
-    assert usage._Gpu(CPU).percent() is None
-    assert usage._Gpu(CPU).memory_mib() is None
+def test_a_gpu_that_cannot_say_its_load_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(utilization=lambda device: 83)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    gpu = torch.device("cuda", 0)
+    assert (usage.gpu_percent(gpu), usage.gpu_percent(CPU)) == (83.0, None)
+    del module.utilization
+    assert usage.gpu_percent(gpu) is None
 
 
 @pytest.mark.gpu
 def test_a_gpu_says_its_load_and_its_memory() -> None:
     tensor = torch.ones(2**20, device="cuda")
-    gpu = usage._Gpu(tensor.device)
-    assert (gpu.memory_mib() or 0) >= 4
-    assert gpu.percent() is None or 0 <= (gpu.percent() or 0) <= 100
+    assert usage.memory_mib(tensor.device) >= 4
+    assert 0 <= (usage.gpu_percent(tensor.device) or 0) <= 100

@@ -16,6 +16,7 @@ import ddp_loop as dl
 from ddp_loop.sinks import RunStart, csv_sink, read_csv, tensorboard_sink
 from ddp_loop.sinks.tensorboard import as_markdown
 from tests.support.harness import OnRanks
+from tests.support.runs import log_everything
 
 
 def points_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -114,11 +115,13 @@ def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path
     path.write_text(path.read_text() + "1,6,4,0.1")  # it was killed while it wrote
     assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4, 5]
     again = csv_sink(path)
+    again.begin(RunStart(None, {}, 3, "run"))
     again(row(4))
     again.flush()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4]
     again.close()
     anew = csv_sink(path)
+    anew.begin(RunStart(None, {}, 0, "run"))
     anew(row(1))
     anew.close()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1]
@@ -188,33 +191,7 @@ def test_what_a_receiver_does_to_its_row_the_next_one_does_not_see() -> None:
 
 
 def log_all(folder: str, stop_at: int = 0) -> None:
-    """A run with evaluations, logged values, texts, images and tables, in both sinks."""
-    with dl.join_world(seed=0) as world:
-        torch.manual_seed(1)
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
-        sinks = [csv_sink(f"{folder}/rows.csv"), tensorboard_sink(f"{folder}/board", 0.0)]
-        options: dict[str, Any] = {"run_dir": f"{folder}/run", "on_row": sinks, "progress": False}
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(dl.Batches(data, 7, world), 3, state=state, **options)
-        with suppress(dl.Stopped):
-            for epoch in loop.epochs():
-                for step in epoch:
-                    for inputs in step:
-                        step.backward(model(inputs).square().mean())
-                    if step.iteration == stop_at:
-                        loop.stop()
-                    step.fold()
-                    optimizer.step()
-                    loop.log(second=step.iteration / 2)
-                dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), size=lambda out, _: out.squeeze(1))
-                loop.log(score=epoch.number)
-                loop.log_text("words", f"epoch {epoch.number}")
-                loop.log_image("picture", torch.rand(3, 4, 5))
-                loop.log_table("counts", [[1, epoch.number]], rows=["a|b"])
-        if not loop.stopped:
-            dl.evaluate(model, dl.Batches(data[:10], 10, world, shuffle=False), after=lambda out, _: out.squeeze(1))
+    log_everything(folder, [csv_sink(f"{folder}/rows.csv"), tensorboard_sink(f"{folder}/board", 0.0)], stop_at)
 
 
 @pytest.mark.covers("J7")
@@ -251,7 +228,7 @@ def test_texts_images_and_tables_reach_tensorboard(on_ranks: OnRanks, tmp_path: 
         name: [(one.step, one.tensor_proto.string_val[0].decode()) for one in events.Tensors(name)]
         for name in events.Tags()["tensors"]
     }
-    assert texts["words/text_summary"] == [(3 * n, f"epoch {n}") for n in (1, 2, 3)]
+    assert texts["words/a/text_summary"] == [(3 * n, f"epoch {n}") for n in (1, 2, 3)]
     assert texts["counts/text_summary"][2] == (9, "|  | 0 | 1 |\n| --- | --- | --- |\n| a\\|b | 1 | 3 |")
     assert [(one.step, one.width, one.height) for one in events.Images("picture")] == [(n, 5, 4) for n in (3, 6, 9)]
 

@@ -1,4 +1,4 @@
-"""A job with everything in its state that a run may need to go on: built in three ways, left at any step."""
+"""A job with everything in its state that a run may need to go on: built in four ways, left at any step."""
 
 from __future__ import annotations
 
@@ -61,10 +61,17 @@ def bfloat16() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, MomentumInFloat32(model.parameters())
 
 
+def attention() -> tuple[nn.Module, torch.optim.Optimizer]:
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    model = nn.Sequential(nn.Flatten(2), encoder, nn.Flatten(), nn.Linear(32, 3))
+    return model, torch.optim.RMSprop(model.parameters(), lr=0.003)
+
+
 BUILDS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
     "usual": usual,
     "channels_last": channels_last,
     "bfloat16": bfloat16,
+    "attention": attention,
 }
 
 

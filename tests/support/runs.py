@@ -41,6 +41,37 @@ def go_by_epochs(
             after_epoch()
 
 
+def log_everything(folder: str, sinks: Any, stop_at: int = 0, second: str = "second", **options: Any) -> None:
+    """A run of 3 epochs of 3 steps with evaluations, logged values, texts, images and tables, on a rank."""
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
+        options |= {"run_dir": f"{folder}/run", "on_row": sinks, "progress": False}
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(dl.Batches(data, 7, world), 3, state=state, **options)
+
+        def evaluate(metric: str) -> None:
+            held_out = dl.Batches(data, 10, world, shuffle=False)
+            dl.evaluate(model, held_out, **{metric: lambda output, rows: output.squeeze(1)})  # type: ignore[arg-type]
+
+        def log_an_epoch() -> None:
+            number = loop.iteration // 3
+            evaluate("size")
+            loop.log(score=number)
+            loop.log_text("words/a", f"epoch {number}")
+            loop.log_image("picture", torch.rand(3, 4, 5))
+            loop.log_table("counts", [[1, number]], rows=["a|b"])
+
+        def log_a_step(iteration: int) -> None:
+            loop.log({second: iteration / 2})
+
+        go_by_epochs(loop, model, optimizer, stop_at, after_step=log_a_step, after_epoch=log_an_epoch)
+        if not loop.stopped:
+            evaluate("after")
+
+
 def endless(world: dl.World, **keywords: Any) -> tuple[dl.Loop, Callable[..., None]]:
     """A loop of many steps, and what makes one."""
     model = nn.Linear(3, 1)

@@ -10,6 +10,9 @@ from torch import nn
 
 import ddp_loop as dl
 
+State = dict[str, torch.Tensor]
+NAMES = [f"step-{iteration:08d}" for iteration in (3, 6, 9, 12)]  # the checkpoints of `train_run`, one for each epoch
+
 
 class Tied(nn.Module):
     """A network with two names for one tensor, batch norm, and a buffer of whole numbers."""
@@ -33,7 +36,7 @@ def train_run(
     folder: Path | str | None, epochs: int = 4, scores: tuple[float, ...] = (3.0, 1.0, 2.0, 4.0), *,
     width: int = 4, seed: int = 3, lr: float = 0.05, model: nn.Module | None = None, compiled: bool = False,
     keep_last: int = 9, **keywords: Any,
-) -> tuple[list[dict[str, torch.Tensor]], dl.Loop]:  # fmt: skip
+) -> tuple[list[State], dl.Loop]:  # fmt: skip
     """Train, with a score for each epoch; returns the model's state after each epoch, and the loop."""
     with dl.join_world(seed=seed) as world:
         model = model or Tied(width)

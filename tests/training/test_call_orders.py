@@ -27,6 +27,9 @@ NO_PASS = r"fold\(\) must come after a pass over the shards"
 LEFT_OUT = "step.backward must be called for every shard"
 HELD_ONCE = "step.hold must be called once for each shard"
 GATHERED_ONCE = "step.gather must be called once, between the shards and the fold"
+AT_ONCE = "A Loop can be iterated once, .* Create a new Loop"
+BEGUN = "This one has begun. Create a new Loop"
+OLD = r"Only the newest step of a loop can be iterated and folded\. Step \d is over"
 NOT_HELD = "step.gather needs held outputs of every shard"
 
 
@@ -46,8 +49,10 @@ class Calls(RuleBasedStateMachine):
         self._model = network()
         batches = dl.Batches(samples(BATCH * STEPS), BATCH, world, shards=SHARDS, shuffle=False)
         loop = dl.Loop(batches, 1, state={"model": self._model}, progress=False, check_replicas_every=0)
+        self._loop = loop
         self._steps: Iterator[dl.Step] = iter(loop)
         self._is_over = False
+        self._old: dl.Step | None = None
         self._take_step()
 
     def _take_step(self) -> None:
@@ -79,7 +84,8 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: self._is_over)
     @rule()
     def begin_again(self) -> None:
-        """Begin another loop in another world."""
+        """Begin another loop in another world, as this one cannot begin again."""
+        self._refuse(AT_ONCE, next, iter(self._loop))
         self.teardown()
         self.begin()
 
@@ -95,7 +101,36 @@ class Calls(RuleBasedStateMachine):
             assert next(self._steps, None) is None
             self._is_over = True
         else:
+            self._old = self._step
             self._take_step()
+
+    @goes_on
+    @rule()
+    def go_elsewhere(self) -> None:
+        """Load a place after the loop has begun."""
+        words = "the ranks are not at the same place" if self._is_open else BEGUN
+        self._refuse(words, self._loop.load_state_dict, {"iteration": 1, "epoch": 0, "position": 1}, over=False)
+
+    @precondition(lambda self: not self._is_over and not self._is_open)
+    @rule()
+    def make_a_step(self) -> None:
+        """A pass, as it should be, and on to the next step."""
+        self.begin_a_pass()
+        while self._rows is not None:
+            self.go_backward(more=False)
+            self.take_the_next_shard()
+        self.fold()
+        self.take_the_next_step()
+
+    @precondition(lambda self: not self._is_over and self._old is not None and self._is_open)
+    @rule(folds=st.booleans())
+    def use_an_old_step(self, folds: bool) -> None:
+        """Fold or iterate the step before."""
+        assert self._old is not None
+        if folds:
+            self._refuse(OLD, self._old.fold)
+        else:
+            self._refuse(OLD, next, iter(self._old))
 
     @goes_on
     @rule()
@@ -108,6 +143,7 @@ class Calls(RuleBasedStateMachine):
         self._shards = shards  # type: ignore[assignment]
         self._end_pass()
         self._is_open = True
+        self._is_folded = False
         self.take_the_next_shard()
 
     @precondition(lambda self: not self._is_over and self._shards is not None)

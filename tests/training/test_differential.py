@@ -298,8 +298,9 @@ def give(job: Job, step: dl.Step, trained: Trained, shard: Shard) -> None:
     elif job.loss == "weighted sum":
         step.backward(loss, weight=weight, reduction="sum", **metrics)
     else:
-        step.backward(loss / 4, more_losses=True)
-        step.backward(trained.loss(trained.model(inputs), labels, numbers) * 0.75, **metrics)
+        weight = torch.tensor(float(len(labels)))  # the usual one
+        step.backward(loss / 4, weight=weight, more_losses=True)
+        step.backward(trained.loss(trained.model(inputs), labels, numbers) * 0.75, weight=weight, **metrics)
     for one in (loss.detach(), hits, weight):
         one.fill_(1e9)
 

@@ -25,7 +25,7 @@ from ddp_loop.distributed import RankFailed
 from tests.support.both_exchanges import EXCHANGES
 from tests.support.comparing import is_same
 from tests.support.devices import GPU
-from tests.support.harness import FAULT_S, OnRanks, caught
+from tests.support.harness import FAULT_S, OnRanks
 from tests.support.launched_sums import HELD_S, NOTHING_S, Sign, launched
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 from tests.support.runs import checkpoints_of
@@ -91,15 +91,6 @@ def hold_rank_1_before_one_fold(signs: list[str]) -> list[bool]:
 @pytest.mark.one_device(GPU, "on the CPU the word rides in the sum of the gradients")
 def test_a_fold_returns_though_another_rank_has_not_come_to_it(signs: list[str], on_ranks: OnRanks) -> None:
     assert on_ranks(2, hold_rank_1_before_one_fold, signs)[1] == [True, True, False, True]
-
-
-def has_control() -> bool:
-    with dl.join_world() as world:
-        return loop_over(world, "", network(), run_dir=None).fold.control.is_late
-
-
-def test_only_asynchronous_devices_exchange_words_beside_the_sums(late: bool, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, has_control) == [late] * 2
 
 
 # -- errors that are found after the flag --------------------------------------------------------------------
@@ -187,17 +178,6 @@ def test_a_rank_that_is_killed_when_others_folds_have_returned_is_named(
     assert re.search("Rank 1 (does not answer|ended without an error of Python) .*killed", text), text
 
 
-def go_on_after_an_error(signs: list[str], place: str) -> tuple[str, float]:
-    with dl.join_world(timeout_s=20) as world:
-        kind, _, _ = caught(go_wrong, world, None, "writes a parameter", place, signs)
-        return kind, world.sum(torch.ones(())).item()
-
-
-@pytest.mark.parametrize("place", ["the next step", "a collective"])
-def test_the_world_can_be_used_after_such_an_error(place: str, signs: list[str], on_ranks: OnRanks) -> None:
-    assert on_ranks(2, go_on_after_an_error, signs, place) == [("PeerFailed", 2.0), ("RuntimeError", 2.0)]
-
-
 def part(world: dl.World, folder: str, signs: list[str]) -> None:
     """Rank 1 takes the mini-batch after the one that the other rank takes."""
     late = world.accelerator.is_asynchronous
@@ -262,11 +242,11 @@ def error_of(model: nn.Module, rows: torch.Tensor, news: str) -> torch.Tensor:
 
 
 def meet_news(
-    news: str, on: list[int], signs: list[str] | None = None, is_free: bool = False
+    news: str, on: list[int], exchange: str, signs: list[str] | None = None, is_free: bool = False
 ) -> tuple[list[torch.Tensor | None], bool]:
     """The gradients after a step in which some ranks have news, with parameters and buffers at the end; and whether,
     with signs, rank 0's fold returned before rank 1 began its own, as if it `is_free` to."""
-    with dl.join_world(seed=1, timeout_s=20) as world, ExitStack() as ending:
+    with dl.join_world(seed=1, exchange=exchange, timeout_s=20) as world, ExitStack() as ending:
         settle, has_folded, _, _ = ending.enter_context(signs_in(world, signs)) if signs else (None,) * 4
         torch.manual_seed(5)
         model = Varying()
@@ -295,7 +275,6 @@ def meet_news(
         return [*gradients, *(one.detach().clone() for one in model.state_dict().values())], returned
 
 
-NEWS_OF = ("", "", "a second call", MISSING, "", "a buffer", MISSING, "")  # by step and rank, one after the other
 LARGEST: dict[str, Any] = {"model.largest": "max"}
 BY = [
     *((news, [rank]) for news in ("a second call", "a buffer", MISSING) for rank in (0, 1)),
@@ -305,18 +284,19 @@ BY = [
 
 @pytest.mark.covers("J13")
 @pytest.mark.one_device(GPU, "compares with the CPU, where every fold waits")
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(("news", "on"), BY)
 def test_a_fold_waits_for_the_news_of_a_rank_that_is_in_its_update(
-    news: str, on: list[int], signs: list[str], on_ranks: OnRanks, on_cpus: OnRanks
+    news: str, on: list[int], exchange: str, signs: list[str], on_ranks: OnRanks, on_cpus: OnRanks
 ) -> None:
-    late = on_ranks(2, meet_news, news, on)
-    known = on_cpus(2, meet_news, news, on)
+    late = on_ranks(2, meet_news, news, on, exchange)
+    known = on_cpus(2, meet_news, news, on, "gloo")
     for (found, _), (wanted, _) in zip(late, known, strict=True):
         assert [one is None for one in found] == [one is None for one in wanted]
         assert is_same(*([one for one in each if one is not None] for each in (found, wanted)))
     # A rank that has all gradients itself does not need those of the other rank.
     is_free = news == MISSING and 0 not in on
-    assert on_ranks(2, meet_news, news, on, signs, is_free)[1][1] == is_free
+    assert on_ranks(2, meet_news, news, on, exchange, signs, is_free)[1][1] == is_free
 
 
 def change_a_buffer_late(world: dl.World, folder: str) -> None:
@@ -334,34 +314,6 @@ def change_a_buffer_late(world: dl.World, folder: str) -> None:
 @pytest.mark.one_device(GPU, "on the CPU it is known in the fold")
 def test_a_buffer_that_one_rank_changes_first_after_its_last_backward_is_an_error(refused: Refused) -> None:
     refused(2, change_a_buffer_late, kind="RuntimeError", said="for the first time: .*largest", by=1)
-
-
-def train_over(exchange: str) -> str:
-    """The digest of a training in which ranks 1 and 2 have news and lack gradients in turn, in small buckets."""
-    with dl.join_world(seed=1, exchange=exchange, timeout_s=20) as world:
-        torch.manual_seed(5)
-        model = Varying()
-        gradients: list[torch.Tensor] = []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: dict[str, Any] = {"bucket_cap_mib": 1e-4, "check_replicas_every": 3, "buffer_reduction": LARGEST}
-        for step in loop_over(world, "", model, optimizer, count=72, shards=3, run_dir=None, **options):
-            news = NEWS_OF[(step.iteration * world.size + world.rank) % len(NEWS_OF)] if world.rank in (1, 2) else ""
-            for rows in step:
-                step.backward(error_of(model, rows, news))
-            step.fold()
-            gradients += [one.grad.flatten() for one in model.parameters() if one.grad is not None]
-            gradients = [torch.cat(gradients)]
-            optimizer.step()
-        return digest(torch.cat([*gradients, *(one.double().flatten() for one in model.state_dict().values())]))
-
-
-@pytest.mark.covers("J13")
-@pytest.mark.one_device(GPU, "compares with the CPU")
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_words_are_read_in_one_order_over_every_exchange(exchange: str, on_ranks: OnRanks, on_cpus: OnRanks) -> None:
-    late = on_ranks(3, train_over, exchange)
-    known = on_cpus(3, train_over, "gloo")
-    assert len({*late, *known}) == 1
 
 
 # -- requests ----------------------------------------------------------------------------------------------

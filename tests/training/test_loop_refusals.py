@@ -14,15 +14,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught, open_files
-from tests.support.refusals import ALL, MOST_S, Refused, does_it, loop_over, loss_of, mean_of, network, samples
+from tests.support.refusals import ALL, MOST_S, Refused, does_it, loop_over, mean_of, network, samples
 
 Make = Callable[[dl.World, str], object]
 COUNT = 26  # samples: the last mini-batch has 2
+START = {"iteration": 0, "epoch": 0, "position": 0}
 pytestmark = pytest.mark.covers("D10")
 
 
-def over(make_model: Callable[[], nn.Module] = network, **keywords: Any) -> Make:
-    return lambda world, folder: loop_over(world, folder, make_model(), **{"count": COUNT, **keywords})
+def over(
+    make_model: Callable[[], nn.Module] = network, more: Callable[[Any], list[object]] = lambda model: [], *,
+    logged: str = "a", value: object = 1.0, place: dict[str, int] = START, **keywords: Any,
+) -> Make:  # fmt: skip
+    """Make a loop, log a mean over the ranks, and go to a place."""
+
+    def make(world: dl.World, folder: str) -> None:
+        model = make_model()
+        loop = loop_over(world, folder, model, *more(model), **{"count": COUNT, **keywords})
+        loop.log({logged: value}, over="ranks")
+        loop.load_state_dict(place)
+
+    return make
 
 
 def over_state(make_state: Callable[[dl.World], Any]) -> Make:
@@ -37,13 +49,13 @@ def over_loader(world: dl.World, folder: str) -> None:
     dl.Loop(loader, 1, state={"model": network()}, progress=False)
 
 
-def with_memory(make_memory: Callable[[], torch.Tensor]) -> Make:
+def with_memory(make_memory: Callable[[], torch.Tensor], *more: Any, **keywords: Any) -> Make:
     def make_model() -> nn.Module:
         model = network()
         model.register_buffer("memory", make_memory())
         return model
 
-    return over(make_model)
+    return over(make_model, *more, **keywords)
 
 
 def zero_redundancy(world: dl.World) -> dict[str, object]:
@@ -62,6 +74,12 @@ def parted_parameter(world: dl.World) -> dict[str, object]:
     return {"model": network(), "optimizer": torch.optim.SGD([part], 0.1)}
 
 
+def with_one_shared_mean() -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[1].running_mean = model[0].running_mean
+    return model
+
+
 def single_samples() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
 
@@ -70,6 +88,8 @@ WHOLE = "must be a whole number, 1 or more. Got "
 SIZE = "bucket_cap_mib must be a size in MiB, more than 0"
 NO_RULE = r"to one of .* Got 'memory': 'sum'. The buffers are \[\]"
 NOT_TRAINED = "state must hold a module or an optimizer with parameters to train"
+REDUCED = "reduce_dtype must be torch.float32, torch.float64 or None"
+NO_NAME = "Each module and optimizer in state needs a name of its own. 'other 0' is a"
 NO_DICT = r"state must be a dict .* Pass state=dict\(model="
 REFUSED: dict[str, tuple[Make, str]] = {
     "no epochs": (over(epochs=0), f"epochs {WHOLE}0"),
@@ -98,6 +118,39 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "nothing to train": (over(nn.Tanh), r"Got \['model'\] without any"),
     "a frozen model": (over(lambda: network().requires_grad_(False)), NOT_TRAINED),
     "a lazy model": (over(lambda: nn.LazyLinear(2)), "needs a shape before the Loop is made. model.weight has none"),
+    "a lazy layer": (over(lambda: nn.Sequential(network(), nn.LazyBatchNorm1d())), r"model\.1\.\w+ has none\. Run the"),
+    "lazy statistics": (over(lambda: nn.Sequential(network(), nn.LazyBatchNorm1d(affine=False))), r"model\.1\.\w+ has"),
+    "a buffer's two rules": (
+        with_memory(
+            lambda: torch.ones(1),
+            lambda model: [model],
+            buffer_reduction={"model.memory": "first", "other 0.memory": "mean"},
+        ),
+        "A buffer has one rule. model.memory and other 0.memory are one buffer",
+    ),
+    "one shared statistic": (
+        over(with_one_shared_mean, shards=2, allow_single_sample_shards=True),
+        "share all of their running statistics or none. model.1 shares only running_mean with another layer",
+    ),
+    "modules in a list": (over(more=lambda model: [[*model]]), NO_NAME),
+    "modules in a dict": (over(more=lambda model: [{"a": {"b": model}}]), NO_NAME),
+    "an optimizer in a list": (over(more=lambda model: [[torch.optim.SGD(model.parameters())]]), NO_NAME),
+    **{
+        f"sums in {dtype}": (over(reduce_dtype=dtype), REDUCED)
+        for dtype in (torch.bfloat16, torch.int32, "float32", 32)
+    },
+    **{
+        f"a place, {place}": (over(place=place), "Got .* (Use the data and the batch_size|Pass that dict)")
+        for place in (
+            {"iteration": 5, "epoch": 1, "position": 2},
+            {"iteration": 5, "epoch": 0, "position": 6},
+            {"iteration": -1, "epoch": 0, "position": -1},
+            {"epoch": 0, "position": 1},
+            {},
+        )
+    },
+    "a mean of a word": (over(value="x"), "loop.log takes numbers"),
+    "a mean of a huge number": (over(value=10**400), "Got a whole number beyond 1.8e308 for 'a'"),
     "a model as state": (over_state(lambda world: network()), NO_DICT),
     "single samples under batch norm": (
         over(single_samples, shards=2),
@@ -122,6 +175,7 @@ def make_wrongly(world: dl.World, folder: str, how: str, culprit: int) -> None:
     make(world, folder)
 
 
+@pytest.mark.covers("D6", "D10")
 @pytest.mark.parametrize(("ranks", "culprit"), [(1, ALL), (2, 1)])
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_loop_that_makes_no_sense_is_refused(how: str, ranks: int, culprit: int, refused: Refused) -> None:
@@ -155,8 +209,8 @@ def over_names(*names: str) -> Make:
     return over_state(lambda world: {name: network() for name in names})
 
 
-def evaluate(*names: str) -> Make:
-    functions: dict[str, Any] = dict.fromkeys(names, mean_of)
+def evaluate(*names: str, **others: Callable[..., object]) -> Make:
+    functions: dict[str, Any] = {**dict.fromkeys(names, mean_of), **others}
     return lambda world, folder: dl.evaluate(network(), dl.Batches(samples(24), 6, world), **functions)
 
 
@@ -183,8 +237,15 @@ DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
         evaluate("b", "a"),
         r"Rank 0 has \['a', 'b'\], rank 2 has \['b', 'a'\]\. Pass the same, in the same order",
     ),
+    "reductions": (
+        evaluate("a"),
+        evaluate(a=lambda output, rows: dl.Sum(1)),
+        r"a is a dl\.Sum of some",
+    ),
+    "logged names": (over(), over(logged="b"), "the names in loop.log"),
     "steps": (over(steps=2), over(steps=3), SAME),
     "bucket_cap_mib": (over(), over(bucket_cap_mib=1e-4), SAME),
+    "reduce_dtype": (over(), over(reduce_dtype=torch.float64), "reduce_dtype"),
     "on_nonfinite": (over(), over(on_nonfinite="allow"), SAME),
 }
 
@@ -229,19 +290,6 @@ def open_rows(folder: str) -> tuple[str, list[str]]:
 
 def test_rank_0_holds_no_file_open_when_another_rank_refuses_the_loop(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, open_rows, str(tmp_path)) == [("PeerFailed", []), ("ValueError", [])]
-
-
-def iterate_twice(world: dl.World, folder: str) -> None:
-    loop = loop_over(world, folder, model := network())
-    for _ in range(2):
-        for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-
-
-def test_a_loop_is_iterated_once(refused: Refused) -> None:
-    refused(2, iterate_twice, kind="RuntimeError", said="A Loop can be iterated once, .* Create a new Loop", by=ALL)
 
 
 def want_a_gpu() -> None:

@@ -24,7 +24,7 @@ import ddp_loop as dl
 from ddp_loop.training.checks import MEASURED_STEPS, WARM_UP, shares_of
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, MOST_S, Refused, on_this_rank
+from tests.support.refusals import ALL, Refused
 
 pytestmark = [pytest.mark.on_gpus_too, pytest.mark.covers("C5")]
 
@@ -246,33 +246,3 @@ def with_synced_layers(world: dl.World, folder: str) -> None:
 
 def test_synced_batch_norm_cannot_be_measured(refused: Refused) -> None:
     refused(2, with_synced_layers, kind="ValueError", said='Got shares="measured". Pass shares as numbers', by=ALL)
-
-
-def leaves_one_step_early(world: dl.World, folder: str, shards: int | None, step_left: int, passes: int) -> None:
-    """Rank 1 leaves after the first pass of a step, which may have further passes on the others."""
-    clock = Planted()
-    with clock.of(world):
-        model = network()
-        batches = dl.Batches(make_data((6,), 96), 12, world, shares="measured", shards=shards)
-        for step in dl.Loop(batches, 9, state={"model": model}, progress=False):
-            for _ in range(passes):
-                for inputs, labels in step:
-                    clock.now_s += len(inputs) * (1 + world.rank)
-                    step.backward(cross_entropy(model(inputs), labels))
-                step.fold()
-                if world.rank == 1 and step.iteration == step_left:
-                    return
-
-
-@pytest.mark.both_exchanges
-@pytest.mark.parametrize("shards", [None, 6])
-@pytest.mark.parametrize("step_left", [FIXED_AFTER - 1, FIXED_AFTER, FIXED_AFTER + 1])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_rank_that_leaves_around_the_change_ends_all(
-    passes: int, step_left: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    other, leaver = on_ranks(2, on_this_rank, leaves_one_step_early, "", (shards, step_left, passes))
-    assert leaver.kind == ""  # a break is no error where it is made
-    assert other.kind == "PeerFailed"
-    assert f"it left the loop in step {step_left}" in other.text
-    assert other.took_s < MOST_S

@@ -6,7 +6,6 @@ That they are those of the whole mini-batch in float64 is in `test_differential.
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,15 +162,6 @@ def test_the_bits_are_the_same_on_two_machines(on_ranks: OnRanks) -> None:
         assert is_same([*found.values()], [*expected.values()])
 
 
-@pytest.mark.slow
-def test_a_run_resumes_with_the_same_bits_on_other_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
-    (expected,) = on_ranks(1, train_mixed, torch.float32, True, steps=4)
-    options: dict[str, Any] = {"run_dir": str(tmp_path), "save_every": 1, "resume": True}
-    for ranks, steps in ((2, 1), (3, 3), (1, 4)):
-        found = on_ranks(ranks, train_mixed, torch.float32, True, steps=steps, **options)[0]
-    assert is_same([*found.values()], [*expected.values()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moments_equal_rows(dtype: torch.dtype, on_ranks: OnRanks) -> None:
     moments, rows = (on_ranks(2, train_mixed, dtype, way)[0] for way in (True, False))
@@ -295,19 +285,3 @@ def depart(world: dl.World, folder: str, how: str) -> None:
 )
 def test_a_rank_that_fails_or_leaves_ends_the_others_too(how: str, kind: str, said: str, refused: Refused) -> None:
     refused(3, depart, how, kind=kind, said=said, by=1)
-
-
-def leave_together() -> float:
-    with travelling(moments=True), dl.join_world() as world:
-        model = wide()
-        for step in loop_over(world, "", model, run_dir=None, shards=3):
-            if step.iteration == 2:
-                break
-            for rows in step:
-                step.backward(output_of(model, rows))
-            step.fold()
-        return float(world.sum(torch.ones(())))
-
-
-def test_ranks_that_all_leave_the_loop_go_on(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, leave_together) == [3.0, 3.0, 3.0]

@@ -223,22 +223,20 @@ def test_a_network_that_is_nan_when_a_run_resumes_is_named(refused: Refused) -> 
 # -- the loss does not tell --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "steps", "found"), [(1, STEPS, 10), (2, 6, 6)])
-@pytest.mark.parametrize("what", ["variance", "average", "averaged weight"])
+@pytest.mark.parametrize(
+    ("what", "ranks", "found", "by", "how"),
+    [
+        *((what, 2, 6, ALL, {"steps": 6, "run_dir": None}) for what in ("variance", "average", "averaged weight")),
+        *((what, 1, 10, ALL, {}) for what in ("variance", "average", "averaged weight")),
+        ("variance", 2, 1, ALL, {"at": 0}),  # a statistic is no placeholder
+        ("averaged weight", 2, 6, 1, {"on": 1, "steps": 6, "run_dir": None}),
+    ],
+)
 def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(
-    what: str, ranks: int, steps: int, found: int, refused: Refused
+    what: str, ranks: int, found: int, by: int, how: dict[str, Any], refused: Refused
 ) -> None:
-    said = f"must not become NaN. After step {found} {NAMES[what]} is"
-    refuse(refused, said, ranks, what=what, steps=steps, run_dir=None)
-
-
-def test_a_statistic_of_batch_norm_that_is_nan_from_the_start_is_no_placeholder(refused: Refused) -> None:
-    refuse(refused, f"After step 1 {NAMES['variance']} is", what="variance", at=0)
-
-
-def test_one_ranks_own_reaches_all(refused: Refused) -> None:
-    said = f"After step 6 {NAMES['averaged weight']} is"
-    refuse(refused, said, by=1, what="averaged weight", on=1, steps=6, run_dir=None)
+    said = f"After step {found} {NAMES[what]} is"
+    refuse(refused, f"must not become NaN. {said}", ranks, by=by, what=what, **how)
 
 
 WAITS = (

@@ -126,21 +126,3 @@ def train_otherwise(how: str) -> Tensors:
 )
 def test_other_leaves_are_no_matter(how: str, on_ranks: OnRanks) -> None:
     same_on_all(on_ranks(2, train_otherwise, how))
-
-
-def train_two_networks() -> Tensors:
-    """Both networks of a GAN in one state: each loss depends on parameters of both."""
-    with dl.join_world(seed=0) as world:
-        judge, maker = nn.Linear(4, 1).double(), nn.Linear(4, 4).double()
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (judge, maker)]
-        for step in loop_over(world, "", judge, maker, *optimizers, run_dir=None):
-            for optimizer, sign in zip(optimizers, (1, -1), strict=True):
-                for rows in step:
-                    step.backward(sign * (judge(rows) - judge(maker(rows))).mean())
-                step.fold()
-                optimizer.step()
-        return values_of(judge, maker)
-
-
-def test_two_networks_of_one_state_are_no_matter(on_ranks: OnRanks) -> None:
-    same_on_all(on_ranks(2, train_two_networks))

@@ -12,7 +12,6 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import Refused, loop_over
 from tests.support.training import train
 
 pytestmark = pytest.mark.covers("B10")
@@ -150,16 +149,3 @@ def test_the_bits_are_the_same_on_any_number_of_ranks_and_where_a_run_resumes(
         assert list(map(is_same, found, expected[:4])) == [True] * 4
     for found in on_ranks(5 - ranks, weights_of_steps, 6, str(tmp_path)):
         assert list(map(is_same, found, expected[4:])) == [True] * 2
-
-
-def begin(world: dl.World, folder: str, dtype: Any, other: Any) -> None:
-    loop_over(world, folder, Mixed(torch.bfloat16), reduce_dtype=other if world.rank else dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, "float32", 32])
-def test_other_dtypes_are_refused(dtype: Any, refused: Refused) -> None:
-    refused(2, begin, dtype, dtype, kind="ValueError", said="reduce_dtype must be torch.float32, torch.float64 or None")
-
-
-def test_ranks_with_different_dtypes_are_refused(refused: Refused) -> None:
-    refused(2, begin, torch.float32, None, kind="ValueError", said="reduce_dtype")

@@ -16,46 +16,10 @@ from ddp_loop.training.validation import check_weight
 from tests.support.comparing import gradients_of
 from tests.support.devices import CPU
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, BOUND, Refused, loop_over, loss_of, network, samples
+from tests.support.refusals import BOUND, loss_of, network, samples
 from tests.support.training import train
 
 pytestmark = pytest.mark.on_gpus_too
-
-ALIKE = "Every shard must come with the same reductions"
-
-
-def mix(world: dl.World, folder: str, what: str) -> None:
-    model = network()
-    if what == "in an evaluation":
-        batches = dl.Batches(samples(4), 2, world, shuffle=False)
-        dl.evaluate(model, batches, hits=lambda _, rows: dl.Sum(1) if world.rank else 1)
-    for step in loop_over(world, folder, model, shards=4):
-        for number, rows in enumerate(step):
-            loss = loss_of(model, rows)
-            if what == "in a shard":
-                step.backward(loss, more_losses=True)
-                step.backward(loss, reduction="sum")
-            elif what == "between shards":
-                step.backward(loss, reduction="sum" if number else "mean")
-            elif what == "between ranks":
-                step.backward(loss, reduction="sum" if world.rank else "mean")
-            else:
-                step.backward(loss, hits=dl.Sum(1) if number else 1)
-        step.fold()
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("in a shard", "All losses of a shard"),
-        ("between shards", ALIKE),
-        ("between ranks", ALIKE),
-        ("metrics", ALIKE),
-        ("in an evaluation", r"hits is a dl\.Sum of some"),
-    ],
-)
-def test_shards_and_losses_with_different_reductions_are_refused(what: str, said: str, refused: Refused) -> None:
-    refused(2, mix, what, kind="ValueError", said=said, by=ALL)
 
 
 def count_in_an_evaluation(shards: int | None) -> dict[str, float]:

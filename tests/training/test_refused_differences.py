@@ -42,6 +42,14 @@ def with_weight(step: dl.Step, model: nn.Module) -> None:
     back(step, model, weight=torch.tensor(5.0))
 
 
+def with_sum(step: dl.Step, model: nn.Module) -> None:
+    back(step, model, extra=dl.Sum(1))
+
+
+def summing(step: dl.Step, model: nn.Module) -> None:
+    back(step, model, reduction="sum")
+
+
 def evaluating(way: Way) -> Way:
     def go(step: dl.Step, model: nn.Sequential) -> None:
         model[1].eval()
@@ -77,6 +85,7 @@ MODES = (
 )
 METRICS = r"Every shard must come with the same metrics\. .*\[.*\].*\[.*\]"
 WEIGHTS = r"Every shard of a mini-batch must come with a weight, or none\. .* has one, .* has none\. Give step.backward"
+REDUCTIONS = "Every shard must come with the same reductions"
 TRAINED = "same parameters must want a gradient on every rank"
 FORMS = "the same row shapes and dtypes, .* Pad them"
 GATHERS = "Every rank must call step.gather, or none"
@@ -84,6 +93,8 @@ DIFFERENCES: dict[str, tuple[Way, Way, str]] = {  # of rank 1, and of the others
     "a metric more": (with_metric, back, METRICS),
     "a metric less": (back, with_metric, METRICS),
     "a weight": (with_weight, back, WEIGHTS),
+    "a sum": (summing, back, REDUCTIONS),
+    "a metric that is a sum": (with_sum, with_metric, REDUCTIONS),
     "no weight": (back, with_weight, WEIGHTS),
     "a mode": (evaluating(back), back, MODES),
     "a mode that is known": (alternating(1), alternating(0), MODES),
@@ -124,7 +135,14 @@ def differ_in_shards(world: dl.World, folder: str, what: str, at: int) -> None:
             is_odd = number == 1 and step.iteration == at
             model[1].train(not (is_odd and what == "mode"))
             metrics: dict[str, Any] = {"extra" if is_odd and what == "metric" else "usual": 1.0}
-            step.backward(loss_of(model, rows), weight=2.0 if is_odd and what == "weight" else None, **metrics)
+            if is_odd and what == "losses":
+                step.backward(loss_of(model, rows), more_losses=True)
+            step.backward(
+                loss_of(model, rows),
+                weight=2.0 if is_odd and what == "weight" else None,
+                reduction="sum" if is_odd and what in ("reduction", "losses") else "mean",
+                **metrics,
+            )
         step.fold()
 
 
@@ -135,6 +153,8 @@ def differ_in_shards(world: dl.World, folder: str, what: str, at: int) -> None:
     [
         ("metric", r"same metrics\. an earlier shard has \['usual'\], shard \d has \['extra'\]"),
         ("weight", r"a weight, or none\. shard \d has one, an earlier shard has none"),
+        ("reduction", REDUCTIONS),
+        ("losses", "All losses of a shard"),
         ("mode", r"model\.1 was in evaluation mode on shard \d, and in training mode on an earlier shard"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.refusals import Refused, loop_over, loss_of, network, samples
 
 pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
 
@@ -99,27 +98,6 @@ def test_a_layer_of_batch_norm_that_comes_in_mid_run_is_watched_like_the_others(
     assert [float(value) for value in one if value.dim() == 0] == [2.0]  # steps, not shards
 
 
-def add_a_group(is_other: bool) -> Tensors:
-    with dl.join_world() as world:
-        model = network()
-        other = nn.Linear(4, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in loop_over(world, ".", model, optimizer, run_dir=None):
-            if step.iteration == 2:
-                nn.init.constant_(other.weight, 0.5 + world.rank * is_other)
-                nn.init.zeros_(other.bias)
-                optimizer.add_param_group({"params": list(other.parameters())})
-            for rows in step:
-                step.backward(loss_of(model, rows) + (loss_of(other, rows) if step.iteration > 1 else 0))
-            step.fold()
-            optimizer.step()
-        return values_of(model, other)
-
-
-def test_an_added_group_has_rank_0s_values_in_its_first_gradient(on_ranks: OnRanks) -> None:
-    assert distance(same_on_all(on_ranks(2, add_a_group, True)), same_on_all(on_ranks(2, add_a_group, False))) == 0
-
-
 # -- in a forward ------------------------------------------------------------------------------------------
 
 
@@ -181,21 +159,3 @@ def make_activations_anew() -> int:
 
 def test_modules_without_tensors_change_nothing(on_ranks: OnRanks) -> None:
     assert on_ranks(2, make_activations_anew) == [1, 1]
-
-
-LAZY: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.LazyLinear(1),
-    "norm": nn.LazyBatchNorm1d,
-    "statistics": lambda: nn.LazyBatchNorm1d(affine=False),
-}
-
-
-def begin_lazily(world: dl.World, folder: str, kind: str) -> None:
-    loop_over(world, folder, nn.Sequential(network(), LAZY[kind]()))
-
-
-@pytest.mark.parametrize("kind", LAZY)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_lazy_module_without_shapes_is_refused_as_the_loop_begins(ranks: int, kind: str, refused: Refused) -> None:
-    said = r"needs a shape before the Loop is made\. model\.1\.\w+ has none\. Run the model once on one sample"
-    refused(ranks, begin_lazily, kind, kind="ValueError", said=said, by=ALL)

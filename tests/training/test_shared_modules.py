@@ -11,7 +11,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, same_on_all
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.refusals import loss_of, network, samples
 from tests.support.training import train
 
 pytestmark = [pytest.mark.covers("D4", "J4"), pytest.mark.on_gpus_too]
@@ -104,44 +104,3 @@ def test_layers_that_share_their_running_statistics_move_them_in_turn(on_ranks: 
     for found in on_ranks(2, share_statistics, 4):
         assert int(found[2]) == 4
         assert torch.allclose(found[0], mean, rtol=1e-12)
-
-
-# -- refused -----------------------------------------------------------------------------------------------
-
-
-def give(world: dl.World, folder: str, what: str) -> None:
-    level = Level(torch.zeros(()), torch.zeros((), dtype=torch.int64))
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), level)
-    keywords: dict[str, Any] = {}
-    more: object = model
-    if what == "two rules":
-        keywords = {"buffer_reduction": {"model.2.count": "first", "other 0.2.count": "mean"}}
-    elif what == "one statistic":
-        model[1].running_mean = model[0].running_mean
-    elif what == "a list":
-        more = [model[0], model[1]]
-    elif what == "a dict":
-        more = {"a": {"b": model[0]}}
-    else:
-        more = [torch.optim.SGD(level.parameters())]
-    loop_over(world, folder, model, more, **keywords)
-
-
-@pytest.mark.covers("D6")
-@pytest.mark.parametrize(
-    ("what", "kind", "said"),
-    [
-        ("two rules", "ValueError", "A buffer has one rule. model.2.count and other 0.2.count are one buffer"),
-        (
-            "one statistic",
-            "ValueError",
-            "share all of their running statistics or none. model.1 shares only running_mean with another layer",
-        ),
-        *(
-            (what, "TypeError", "Each module and optimizer in state needs a name of its own. 'other 0' is a")
-            for what in ("a list", "a dict", "an optimizer in a list")
-        ),
-    ],
-)
-def test_what_has_no_name_or_rule_of_its_own_is_refused(what: str, kind: str, said: str, refused: Refused) -> None:
-    refused(2, give, what, kind=kind, said=said, by=ALL)
