@@ -151,6 +151,13 @@ CASES: dict[str, Case] = {
 }
 
 
+SPOILING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # added to a loss of these outputs
+    "loss": lambda outputs: outputs.sum() * torch.nan,
+    "value": lambda outputs: outputs.new_tensor(torch.nan),  # whose gradients are finite
+    "gradient": lambda outputs: (outputs.sum() * 0).sqrt(),  # 0, with a gradient of 0 * inf
+}
+
+
 def make(case: Case) -> tuple[nn.Module, nn.Module | None]:
     """The network and the criterion of a case, in float64, always with the same weights."""
     with torch.random.fork_rng():

@@ -7,9 +7,6 @@ while another rank is held before its own did not wait for that rank's word.
 from __future__ import annotations
 
 import os
-import re
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -21,11 +18,10 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.determinism import digest
-from ddp_loop.distributed import RankFailed
 from tests.support.both_exchanges import EXCHANGES
 from tests.support.comparing import is_same
 from tests.support.devices import GPU
-from tests.support.harness import FAULT_S, OnRanks
+from tests.support.harness import OnRanks
 from tests.support.launched_sums import HELD_S, NOTHING_S, Sign, launched
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 from tests.support.runs import checkpoints_of
@@ -145,37 +141,6 @@ def test_an_error_after_the_flag_ends_all_ranks_wherever_they_are(
     stage = "backward" if how == "raises" else "fold"
     assert f"rank 1 failed in {stage} of step {HELD}" in results[0].text, results[0].text
     assert checkpoints_of(tmp_path / "run") == []  # none of a step with an error
-
-
-def be_killed_before_the_fold(signs: list[str], said: str) -> None:
-    """Rank 1 is killed after its flag, when rank 0's fold has returned; rank 0 writes down what it raises, and when."""
-    began = 0.0
-    with dl.join_world(timeout_s=20) as world, signs_in(world, signs) as (_, has_folded, _, _):
-        try:
-            for step in loop_over(world, "", model := network(), **QUIET):
-                give(step, model)
-                if world.rank == 1 and step.iteration == HELD and has_folded.came():
-                    os.kill(os.getpid(), signal.SIGKILL)
-                step.fold()
-                if step.iteration == HELD:
-                    began = time.monotonic()
-                    has_folded.give()
-        except dl.PeerFailed as error:
-            Path(said).write_text(f"{time.monotonic() - began} {error}")
-            raise
-
-
-@pytest.mark.covers("J13", "D10")
-@pytest.mark.slow
-@pytest.mark.one_device(GPU, "on the CPU a fold does not return before")
-def test_a_rank_that_is_killed_when_others_folds_have_returned_is_named(
-    signs: list[str], tmp_path: Path, on_ranks: OnRanks
-) -> None:
-    with pytest.raises(RankFailed, match=r"^rank 1 died by signal 9"):
-        on_ranks(2, be_killed_before_the_fold, signs, str(tmp_path / "said"))
-    took_s, _, text = (tmp_path / "said").read_text().partition(" ")
-    assert float(took_s) < FAULT_S
-    assert re.search("Rank 1 (does not answer|ended without an error of Python) .*killed", text), text
 
 
 def part(world: dl.World, folder: str, signs: list[str]) -> None:

@@ -30,6 +30,7 @@ def minus_zero(model: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     return model.weight.sum() * -0.0
 
 
+@pytest.mark.quick_on_gpus
 @pytest.mark.covers("H7")
 @pytest.mark.parametrize("samples", [1, 3, 4])
 def test_an_empty_shard_leaves_the_sign_of_a_zero_alone(samples: int, on_ranks: OnRanks) -> None:

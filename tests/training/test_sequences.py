@@ -137,15 +137,6 @@ def test_fixed_shards_give_the_same_bits_on_any_number_of_ranks_also_if_it_chang
     assert is_same(same_on_all([values for _, values in after]), whole)
 
 
-def test_a_run_with_a_shard_per_rank_resumes_on_other_ranks(on_ranks: OnRanks, tmp_path: Any) -> None:
-    whole = on_ranks(2, bits, "GRU", shards=None)[0][1]
-    on_ranks(3, bits, "GRU", str(tmp_path), 5, None)
-    after = on_ranks(2, bits, "GRU", str(tmp_path), shards=None)
-    assert after[0][0] == [*range(6, 19)]
-    # Dropout draws by shard, so only the size is known. Without the states the first chunk would raise.
-    assert distance(same_on_all([values for _, values in after]), whole) < 1
-
-
 # -- several passes, skipped steps, evaluation -------------------------------------------------------------
 
 

@@ -9,31 +9,12 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, same_on_all
+from tests.support.comparing import Tensors
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
 from tests.support.training import train
 
 pytestmark = [pytest.mark.covers("D4", "J4"), pytest.mark.on_gpus_too]
-
-
-def train_named(shards: int | None, is_twice: bool) -> Tensors:
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-    model = nn.Sequential(encoder, *network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state: dict[str, object] = {"first": encoder, "again": optimizer} if is_twice else {}
-    train(model, loss_of, samples(24), 12, optimizer=optimizer, shards=shards, state=state, check_replicas_every=1)
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-@pytest.mark.quick_on_gpus
-@pytest.mark.parametrize(("ranks", "shards"), [(1, 4), (2, None), (3, 5)])
-def test_a_module_that_two_entries_of_state_reach_has_the_bits_of_one_that_is_named_once(
-    ranks: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    results = [*on_ranks(ranks, train_named, shards, False), *on_ranks(ranks, train_named, shards, True)]
-    assert int(same_on_all(results)[6]) == 2  # mini-batches that batch norm saw
 
 
 class Level(nn.Module):
@@ -69,6 +50,7 @@ def train_levels(rules: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.covers("D6")
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(
     ("rules", "counts"),
     [

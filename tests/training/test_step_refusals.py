@@ -281,14 +281,6 @@ def weigh_wrongly(world: dl.World, folder: str, weights: tuple[float, ...]) -> N
 # -- steps that are left -------------------------------------------------------------------------------------------
 
 
-def forget_the_last_fold(world: dl.World, folder: str) -> None:
-    go_wrong(world, folder, each(backward, do_nothing), usual, 1, {}, 4)
-
-
-def test_the_last_step_without_fold_is_refused_too(refused: Refused) -> None:
-    refused(2, forget_the_last_fold, kind="RuntimeError", said="Step 4 was left without it", by=1)
-
-
 LEFT: dict[str, tuple[Act, Act]] = {  # what ranks do in a step, and the last act of the one that leaves
     "before the shards": (usual, do_nothing),
     "after the last backward": (usual, each(backward, do_nothing)),  # when its sums have begun
