@@ -28,7 +28,7 @@ from ddp_loop.checkpoint import (
 )
 from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
-from ddp_loop.monitor.series import MetricSeries, Values, extremes, nothing_for_nan, places_of, thin_out
+from ddp_loop.monitor.series import MetricSeries, Values, end_of, extremes, nothing_for_nan, places_of, thin_out
 from ddp_loop.reporting import JsonlTail, TailUpdate
 from ddp_loop.smoothing import smooth
 
@@ -248,11 +248,14 @@ class RunView:
             kept = places_of(starts, high - low) + low
             curves = {}
             smoothed = {}
+            ends_of = {}
             for name in rows.names:
                 if name not in asked:
                     continue
                 values = rows.values(name)
                 curves[name] = _listed(extremes(values[low:high], starts))
+                if (end := end_of(values)) is not None:
+                    ends_of[name] = [*_places(axis, places[end : end + 1]), int(iterations[end])]
                 if smoothing > 1:
                     smoothed[name] = _listed(extremes(smooth(values, iterations, smoothing)[low:high], starts))
             ends = np.flatnonzero(np.diff(epochs))
@@ -267,6 +270,7 @@ class RunView:
                 "steps": iterations[kept].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
+                "ends": ends_of,
                 "evaluated_x": _places(axis, self._places(axis, points_of)),
                 "evaluated_steps": points_of.iterations.tolist(),
                 "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name in asked},

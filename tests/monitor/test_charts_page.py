@@ -121,6 +121,42 @@ def test_values_at_the_pointer_have_their_own_steps(visit: Any, runs: Path) -> N
 # -- names, notes, hidden runs -----------------------------------------------------------------------------
 
 
+def test_a_loss_that_is_not_finite_is_nan_in_list_and_table_and_a_mark_at_its_step(visit: Any, tmp_path: Path) -> None:
+    for name, end in (("good", 99), ("bad", 30), ("never", 1)):
+        rows = [row(k, loss=1 / k if k < end else None) for k in range(1, 41)]
+        folder = write_run(tmp_path / "lab" / name, rows, status="done", iteration=40)
+        (folder / "run.json").write_text(json.dumps({"began": 1.0, "config": {"name": name}}))
+    with served(tmp_path / "lab") as page:
+        one = visit(page, WINDOW)
+        values = dict(
+            zip(*(one.page.locator(f".line .{part}").all_inner_texts() for part in ("name", "value")), strict=True)
+        )
+        assert values == {"bad": "nan", "good": "0.025", "never": "nan"}
+        until(lambda: len(one.last("loss")) == 3, "all are drawn")
+        assert sorted(json.loads(one.chart("loss", "ends") or "")) == [["bad", 30], ["never", 1]]
+        assert sorted(one.page.locator(loss(".values .line")).all_inner_texts()) == ["0.025", "nan", "nan"]
+        with_marks = one.ink("loss")
+        for name in ("bad", "never"):
+            one.page.get_by_role("checkbox", name=f"Draw {name}").uncheck()
+        until(lambda: one.chart("loss", "ends") == "[]", "there is no mark")
+        assert one.ink("loss") < with_marks
+        one.page.get_by_label("Search runs").fill("loss=nan")
+        assert one.page.locator(".lines .line:visible .name").all_inner_texts() == ["bad", "never"]
+        one.page.get_by_label("Search runs").fill("")
+        one.page.get_by_role("tab", name="Results").click()
+        one.page.locator(".trial").first.wait_for()
+        cells = [line.locator("td").all_inner_texts() for line in one.page.locator(".trial").all()]
+        assert [[line[1], *line[2:4]] for line in cells] == [
+            ["bad", number(1 / 29), "nan"],
+            ["good", "0.025", "0.025"],
+            ["never", "–", "nan"],
+        ]
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
 def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: Path) -> None:
     with served(runs) as page:
         one = visit(page)

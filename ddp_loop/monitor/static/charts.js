@@ -27,7 +27,7 @@ export function colour(name) {
 export class Chart {
   constructor(name, template, asks) {
     this.name = name;
-    this.asks = asks; // zoom(first, last), view(), point(key), pointed(), save(runs)
+    this.asks = asks; // zoom(first, last), view(), point(key), pointed(), save(runs), turn()
     this.figure = template.content.firstElementChild.cloneNode(true);
     this.figure.dataset.metric = name;
     this.figure.querySelector(".title").textContent = named(name);
@@ -53,6 +53,9 @@ export class Chart {
         button.disabled = false;
       });
     }
+    this.scale = this.figure.querySelector(".log");
+    this.scale.setAttribute("aria-label", `log scale of ${name}`);
+    this.scale.addEventListener("click", () => this.asks.turn());
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this.holder);
   }
@@ -89,6 +92,7 @@ export class Chart {
   // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them, parts: metric -> {curves} with that metric.
   show(runs, { log, axis, marks }) {
     this.log = log;
+    this.scale.setAttribute("aria-pressed", String(log));
     this.axis = axisOf(axis);
     this.hasMarks = marks;
     this.runs = runs;
@@ -143,6 +147,7 @@ export class Chart {
       series: [{}, ...this.lines.map((line) => series(line))],
       hooks: {
         drawClear: [(plot) => this.drawMarks(plot)],
+        draw: [(plot) => this.drawEnds(plot)],
         setCursor: [() => this.tell()],
         setSelect: [(plot) => this.onSelect(plot)],
         ready: [(plot) => plot.over.addEventListener("dblclick", () => this.asks.zoom(null))],
@@ -189,6 +194,29 @@ export class Chart {
       if (this.height === TALL) ctx.fillText(epoch, left - 3 * scale, bbox.top + 10 * scale);
     });
     ctx.restore();
+  }
+
+  // A cross where a curve stopped being finite, at the height of its last value.
+  drawEnds(plot) {
+    const { ctx, bbox } = plot, scale = devicePixelRatio;
+    const ended = this.lines.filter(({ end, kind }) => end && kind !== "faint");
+    ctx.save();
+    ctx.lineWidth = 2 * scale;
+    for (const { run, x, y, end: [place] } of ended) {
+      const value = this.drawable(y).findLast((one, at) => x[at] < place && one !== null);
+      const left = plot.valToPos(place, "x", true), size = 5 * scale;
+      const top = value === undefined ? bbox.top + bbox.height - 2 * size : plot.valToPos(value, "y", true);
+      if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = run.colour;
+      ctx.beginPath();
+      for (const side of [-size, size]) {
+        ctx.moveTo(left - size, top - side);
+        ctx.lineTo(left + size, top + side);
+      }
+      ctx.stroke();
+    }
+    ctx.restore();
+    this.figure.dataset.ends = JSON.stringify(ended.map(({ run, end }) => [run.key, end[1]]));
   }
 
   onSelect(plot) {
@@ -307,7 +335,7 @@ export class Chart {
   valueAt(line, place) {
     const at = nearestTo(line.x, place);
     if (at < 0) return [];
-    const [value, step] = [line.y[at], line.steps[at]];
+    const step = line.steps[at], value = line.y[at] ?? (step >= line.end?.[1] ? NaN : null);
     const ownStep = `step ${grouped(step)}`;
     return [{ line, value, step, ownStep, text: ownStep === this.axis.says(place) ? number(value) : `${number(value)} (${ownStep})` }];
   }

@@ -62,7 +62,8 @@ export class Tip {
 
   // values: [{name, colour, kind, value, step, is_near}], left: of the pointer, in pixels from the plot's left edge
   show(head, values, left) {
-    const order = [...values].sort((one, other) => (other.value ?? -Infinity) - (one.value ?? -Infinity));
+    const height = ({ value }) => (Number.isFinite(value) ? value : -Infinity);
+    const order = [...values].sort((one, other) => height(other) - height(one) || 0);
     const first = Math.max(0, Math.min(order.findIndex((one) => one.isNear) - MOST_TIPS / 2, order.length - MOST_TIPS));
     const rows = order.slice(first, first + MOST_TIPS).map(({ name, colour, kind, value, step, isNear }) => {
       const row = part("p", isNear ? "near" : "");
