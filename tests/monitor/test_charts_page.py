@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.browsing import NEEDS_BROWSER, Visit
 from tests.support.harness import until
-from tests.support.logged_files import python_command, write_start
+from tests.support.logged_files import add_usage, python_command, write_start
 from tests.support.serving import row, served, write_lines, write_run
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
@@ -151,6 +151,26 @@ def test_a_loss_that_is_not_finite_is_nan_in_list_and_table_and_a_mark_at_its_st
             ["good", "0.025", "0.025"],
             ["never", "–", "nan"],
         ]
+
+
+def test_the_use_of_each_rank_is_drawn_in_charts_with_its_unit(visit: Any, runs: Path) -> None:
+    for rank in range(5):
+        add_usage(runs / "run-0", rank, [(5.0, 100.0, 200.0), (10.0, 90.0 + rank, 2100.0)])
+    with served(runs) as page:
+        one = visit(page, WINDOW)
+        one.page.locator(".line[data-run='run-0'] .open").click()
+        one.page.locator("button[data-panel=usage]").click()
+        chart = one.page.locator(".chart[data-metric=memory_mib]")
+        chart.locator("canvas").wait_for()
+        assert chart.locator(".title").inner_text() == "Memory"
+        assert chart.locator(".values").inner_text().split("\n") == ["5 ranks", "10 s"]
+        assert json.loads(chart.get_attribute("data-last") or "") == [[10, 2100]] * 5
+        assert not chart.locator(".csv, .log").filter(visible=True).count()
+        chart.focus()
+        chart.press("ArrowUp")
+        assert chart.locator(".values").inner_text().split("\n") == ["rank 4: 2.051 GiB", "10 s"]
+        one.page.locator(".chart[data-metric=processor_percent]").press("ArrowDown")
+        one.waits_for(".chart[data-metric=processor_percent] .values", "rank 0: 90 %")
 
 
 def number(value: float) -> str:
