@@ -118,7 +118,7 @@ export class Parallel {
       "aria-label": `${column.title}: arrows move a range, Escape clears it` });
     group.append(svg("line", { class: "axis-line", x1: x, x2: x, y1: TOP, y2: TALL - BOTTOM }));
     const isLast = axis === this.axes.at(-1);
-    const letters = isLast ? this.letters + 5 : this.letters;
+    const letters = this.letters + ([5, -4][this.axes.length - 1 - this.axes.indexOf(axis)] ?? 0); // the last one has room
     group.append(svg("text", { class: "axis-title", x: isLast ? x + SIDE - 4 : x, y: 16, "text-anchor": isLast ? "end" : "middle" },
       column.title.length > letters ? `${column.title.slice(0, letters - 1)}…` : column.title));
     for (const [place, label] of scale.ticks) {
