@@ -7,18 +7,18 @@ import hmac
 import json
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ddp_loop.monitor.axes import AXES, PARTS
-from ddp_loop.monitor.panels import Panels, routes_of_panels
+from ddp_loop.monitor.panels import Panels, whole_number
 from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.monitor.sweep_view import Answer, Sweeps, ask_again, read_table, stop_sweep, write_text
+from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_sweep, write_text
 
 # [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
 # Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
@@ -136,18 +136,21 @@ class AccessControl:
 
 
 if TYPE_CHECKING:
+    from starlette.datastructures import QueryParams
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
 
+Asked = TypeVar("Asked")
+Act: TypeAlias = Callable[
+    [Mapping[str, str], Asked], Answer
+]  # of the parameters of the path, and the query or the body
 TICK_S = 1.0
 QUIET_S = 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST = 50
 MOST = 5000  # points of a curve
 MOST_NAMES = 200  # of metrics in a request
 MOST_VIEWS = 80  # runs whose rows are kept
-NO_RUN = "There is no such run."
-NO_SWEEP = "There is no such sweep."
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
@@ -174,9 +177,9 @@ class MonitorApp:
         self._turn = asyncio.Lock()
         self._made = -TICK_S
         self._sweeps = Sweeps(given)
-        self.panels = Panels(self.runs.folder_of)
-        self._views: OrderedDict[str, RunView] = OrderedDict()  # the most recently used ones, by key
-        self._views_turn = threading.Lock()
+        self.panels = Panels(self._folder)
+        self._sweeps_turn = threading.Lock()
+        self._views = lru_cache(MOST_VIEWS)(RunView)
 
     def look(self) -> Snapshot:
         """Return the state of all runs. Its times are whole seconds, so it changes at most once a second."""
@@ -211,40 +214,32 @@ class MonitorApp:
         finally:
             self.open_pages -= 1
 
-    def _view(self, key: str) -> RunView | None:
-        """Return what reads a known run, which keeps the rows of the runs that were asked for last."""
+    def _folder(self, key: str) -> Path:
+        """Return a known run's folder.
+
+        Raises:
+            Refused: there is none.
+        """
         folder = self.runs.folder_of(key)
         if folder is None:
-            return None
-        with self._views_turn:
-            if key not in self._views:
-                self._views[key] = RunView(key, folder)
-            self._views.move_to_end(key)
-            while len(self._views) > MOST_VIEWS:
-                self._views.popitem(last=False)
-            return self._views[key]
+            raise Refused(404, "There is no such run.")
+        return folder
 
-    def card(self, key: str) -> tuple[int, str]:
-        """Return status and body of the answer to a request for all about a run but its curves."""
+    def _view(self, key: str) -> RunView:
+        return self._views(key, self._folder(key))
+
+    def card(self, key: str) -> Answer:
+        """Return all about a run but its curves."""
         if key.rpartition("/")[2] in ACTIONS:
-            return 405, "This needs another method."
+            raise Refused(405, "This needs another method.")
         view = self._view(key)
-        if view is None:
-            return 404, NO_RUN
         said = view.summary()
-        return 200, _json(said | self.panels.about(view.folder, said["state"]))
+        return 200, said | self.panels.about(view.folder, said["state"])
 
-    def curves(self, key: str, asked: Mapping[str, str]) -> tuple[int, str]:
-        """Return status and body of the answer to a request for a run's curves."""
+    def curves(self, key: str, asked: Mapping[str, str]) -> Answer:
+        """Return a run's curves."""
         view = self._view(key)
-        if view is None:
-            return 404, NO_RUN
-        numbers = {}
-        for name, usual in ASKED.items():
-            text = asked.get(name, str(usual))
-            if not (text.isascii() and text.isdecimal() and len(text) <= 13):
-                return 400, f"{name} must be a whole number."
-            numbers[name] = int(text)
+        numbers = {name: whole_number(name, asked.get(name, str(usual))) for name, usual in ASKED.items()}
         axis = asked.get("axis", AXES[0])
         if axis not in AXES:
             return 400, f"axis must be one of {', '.join(AXES)}."
@@ -253,53 +248,46 @@ class MonitorApp:
             return 400, "metrics must be a list of names, as JSON."
         points = min(MOST, max(FEWEST, numbers["points"]))
         first, last = (numbers[end] / PARTS[axis] for end in ("first", "last"))
-        return 200, _json(view.curves(points, numbers["smoothing"], first, last, axis, metrics))
+        return 200, view.curves(points, numbers["smoothing"], first, last, axis, metrics)
 
-    def values(self, key: str, name: str) -> tuple[int, str]:
-        """Return status and body of the answer to a request for all values of a metric."""
-        view = self._view(key)
-        if view is None:
-            return 404, NO_RUN
-        found = view.values(name)
-        return (404, "There is no such metric.") if found is None else (200, _json(found))
+    def values(self, key: str, name: str) -> Answer:
+        """Return all values of a metric."""
+        found = self._view(key).values(name)
+        return (404, "There is no such metric.") if found is None else (200, found)
 
-    def stop(self, key: str) -> tuple[int, str]:
-        """Return status and body of the answer to Stop."""
+    def stop(self, key: str) -> Answer:
+        """Ask a run to stop."""
         view = self._view(key)
-        if view is None:
-            return 404, NO_RUN
         try:
             view.stop("the page")
         except ValueError as error:
             return 409, str(error)
         except OSError as error:
             return 500, f"The run folder cannot be written ({error.strerror})."
-        return 202, _json({"said": "stopping"})
+        return 202, {"said": "stopping"}
 
-    def write(self, key: str, what: str, body: bytes) -> tuple[int, str]:
-        """Return status and body of the answer to a request to write a run's "note" or "name"."""
-        folder = self.runs.folder_of(key)
-        return (404, NO_RUN) if folder is None else _answer(write_text(folder, what, body))
+    def write(self, key: str, what: str, body: bytes) -> Answer:
+        """Write a run's "note" or "name"."""
+        return write_text(self._folder(key), what, body)
 
-    def table(self, key: str, name: str) -> tuple[int, str]:
-        """Return status and body of the answer to a request for a run's table."""
-        folder = self.runs.folder_of(key)
-        return (404, NO_RUN) if folder is None else _answer(read_table(folder, name))
+    def table(self, key: str, name: str) -> Answer:
+        """Return a run's table."""
+        return read_table(self._folder(key), name)
 
-    def sweeps(self) -> str:
-        """Return the sweeps of the runs as JSON."""
+    def sweeps(self) -> Answer:
+        """Return the sweeps of the runs."""
         self.look()
-        with self._views_turn:
-            return _json({"sweeps": self._sweeps.look(self.runs.folders())})
+        with self._sweeps_turn:
+            return 200, {"sweeps": self._sweeps.look(self.runs.folders())}
 
-    def ask_sweep(self, key: str, what: str, body: bytes = b"") -> tuple[int, str]:
-        """Return status and body of the answer to a request to "stop" a sweep or to run trials "again"."""
+    def ask_sweep(self, key: str, what: str, body: bytes = b"") -> Answer:
+        """Ask a sweep to "stop", or to run trials "again"."""
         self.look()
-        with self._views_turn:
+        with self._sweeps_turn:
             folder = self._sweeps.folder_of(key, self.runs.folders())
         if folder is None:
-            return 404, NO_SWEEP
-        return _answer(stop_sweep(folder, "the page") if what == "stop" else ask_again(folder, body))
+            return 404, "There is no such sweep."
+        return stop_sweep(folder, "the page") if what == "stop" else ask_again(folder, body)
 
 
 def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> AccessControl:
@@ -321,86 +309,74 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
     async def stream(request: Request) -> Response:
         return StreamingResponse(site.events(), media_type="text/event-stream")
 
-    # Starlette calls these in threads, as they read files.
-    def runs(request: Request) -> Response:
-        return _sent(200, site.look().changes())
-
-    def card(request: Request) -> Response:
-        return _sent(*site.card(request.path_params["key"]))
-
-    def curves(request: Request) -> Response:
-        return _sent(*site.curves(request.path_params["key"], request.query_params))
-
-    def values(request: Request) -> Response:
-        return _sent(*site.values(request.path_params["key"], request.query_params.get("name", "")))
-
-    def stop(request: Request) -> Response:
-        return _sent(*site.stop(request.path_params["key"]))
-
     routes = [Route(path, file, methods=["GET"]) for path in PATHS]
-    routes += [Route("/api/runs", runs, methods=["GET"]), Route("/api/stream", stream, methods=["GET"])]
-    routes += [Route("/api/runs/{key:path}/curves", curves, methods=["GET"])]
-    routes += [Route("/api/runs/{key:path}/values", values, methods=["GET"])]
-    routes += [Route("/api/runs/{key:path}/stop", stop, methods=["POST"])]
-    routes += _routes_of_results(site)
-    routes += routes_of_panels(site.panels, _sent)
-    routes += [Route("/api/runs/{key:path}", card, methods=["GET"])]
-    return AccessControl(Starlette(routes=routes), token, hosts, port, PATHS.keys())
+    routes.append(Route("/api/stream", stream, methods=["GET"]))
+    return AccessControl(Starlette(routes=[*routes, *_routes(site)]), token, hosts, port, PATHS.keys())
 
 
-def _routes_of_results(site: MonitorApp) -> list[Route]:
-    """Return the routes of notes, names, tables and sweeps."""
+def _routes(site: MonitorApp) -> list[Route]:
+    """Return the routes that answer at once; the last one takes any key."""
     from starlette.routing import Route
 
-    def table(request: Request) -> Response:
-        return _sent(*site.table(request.path_params["key"], request.path_params["name"]))
+    panels = site.panels
 
-    def sweeps(request: Request) -> Response:
-        return _sent(200, site.sweeps())
+    def reading(path: str, act: Act[QueryParams]) -> Route:
+        def read(request: Request) -> Response:  # Starlette calls it in a thread, as it reads files
+            return _sent(*_tried(act, request.path_params, request.query_params))
 
-    def stop_sweep(request: Request) -> Response:
-        return _sent(*site.ask_sweep(request.path_params["key"], "stop"))
+        return Route(f"/api/{path}", read, methods=["GET"])
 
-    async def with_body(request: Request, act: Callable[[bytes], tuple[int, str]]) -> Response:
-        try:
-            body = await asyncio.wait_for(request.body(), BODY_S)
-        except TimeoutError:
-            return _sent(408, f"The body did not come within {BODY_S:.0f} s.")
-        return _sent(*await asyncio.to_thread(act, body))
-
-    def writing(what: str) -> Route:
+    def writing(path: str, act: Act[bytes]) -> Route:
         async def write(request: Request) -> Response:
-            return await with_body(request, lambda body: site.write(request.path_params["key"], what, body))
+            try:
+                body = await asyncio.wait_for(request.body(), BODY_S)
+            except TimeoutError:
+                return _sent(408, f"The body did not come within {BODY_S:.0f} s.")
+            return _sent(*await asyncio.to_thread(_tried, act, request.path_params, body))
 
-        return Route(f"/api/runs/{{key:path}}/{what}", write, methods=["POST"])
+        return Route(f"/api/{path}", write, methods=["POST"])
 
-    async def again(request: Request) -> Response:
-        return await with_body(request, lambda body: site.ask_sweep(request.path_params["key"], "again", body))
+    def panel(what: str) -> Route:
+        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels.answer(of["key"], what, asked))
 
-    async def go_on(request: Request) -> Response:
-        return await with_body(request, lambda body: _answer(site.panels.go_on(request.path_params["key"], body)))
+    def text(what: str) -> Route:
+        return writing(f"runs/{{key:path}}/{what}", lambda of, body: site.write(of["key"], what, body))
+
+    def sweep(what: str) -> Route:
+        return writing(f"sweeps/{{key}}/{what}", lambda of, body: site.ask_sweep(of["key"], what, body))
 
     return [
-        Route("/api/runs/{key:path}/continue", go_on, methods=["POST"]),
-        writing("note"),
-        writing("name"),
-        Route("/api/runs/{key:path}/tables/{name}", table, methods=["GET"]),
-        Route("/api/sweeps", sweeps, methods=["GET"]),
-        Route("/api/sweeps/{key}/stop", stop_sweep, methods=["POST"]),
-        Route("/api/sweeps/{key}/again", again, methods=["POST"]),
+        reading("runs", lambda of, asked: (200, site.look().changes())),
+        reading("sweeps", lambda of, asked: site.sweeps()),
+        reading("runs/{key:path}/curves", lambda of, asked: site.curves(of["key"], asked)),
+        reading("runs/{key:path}/values", lambda of, asked: site.values(of["key"], asked.get("name", ""))),
+        reading("runs/{key:path}/tables/{name}", lambda of, asked: site.table(of["key"], of["name"])),
+        reading("runs/{key:path}/images/{number}", lambda of, asked: panels.image(of["key"], of["number"])),
+        *map(panel, ("console", "usage", "texts", "images")),
+        *map(text, ("note", "name")),
+        *map(sweep, ("stop", "again")),
+        writing("runs/{key:path}/stop", lambda of, body: site.stop(of["key"])),
+        writing("runs/{key:path}/continue", lambda of, body: panels.go_on(of["key"], body)),
+        reading("runs/{key:path}", lambda of, asked: site.card(of["key"])),
     ]
 
 
-def _sent(status: int, body: str) -> Response:
+def _tried(act: Act[Asked], of: Mapping[str, str], asked: Asked) -> Answer:
+    try:
+        return act(of, asked)
+    except Refused as error:
+        return error.answer
+
+
+def _sent(status: int, body: Mapping[str, Any] | str | bytes) -> Response:
     from starlette.responses import Response
 
-    kind = "application/json" if status < 300 else "text/plain"
-    return Response(body.encode(errors="replace"), status, media_type=kind)  # half a surrogate of a file is no UTF-8
-
-
-def _answer(found: Answer) -> tuple[int, str]:
-    status, body = found
-    return status, body if isinstance(body, str) else _json(body)
+    kind = "image/png" if isinstance(body, bytes) else "application/json" if status < 300 else "text/plain"
+    text = body if isinstance(body, str | bytes) else _json(body)
+    content = (
+        text if isinstance(text, bytes) else text.encode(errors="replace")
+    )  # half a surrogate of a file is no UTF-8
+    return Response(content, status, media_type=kind)
 
 
 def _names_in(text: str) -> list[str] | None:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.checkpoint import IMAGES, TEXTS
 from ddp_loop.monitor.continuing import Continuations
 from ddp_loop.monitor.run_files import EntryList, list_console, read_console, read_image
-from ddp_loop.monitor.sweep_view import Answer
+from ddp_loop.monitor.sweep_view import Answer, Refused
 from ddp_loop.monitor.usage_view import UsageView
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
 
 MOST_RUNS = 40  # whose lists are kept
 MOST_LISTED = 50
 MOST_NAMES = 200
 MOST_STEPS = 5000  # texts in one answer; names; images of one name
-NO_RUN = "There is no such run."
 
 
 class RunPanels:
@@ -48,20 +41,10 @@ class Panels:
         folder_of: returns the folder of a run of the page, by its key.
     """
 
-    def __init__(self, folder_of: Callable[[str], Path | None]) -> None:
+    def __init__(self, folder_of: Callable[[str], Path]) -> None:
         self._folder_of = folder_of
-        self._turn = threading.Lock()
-        self._runs: OrderedDict[Path, RunPanels] = OrderedDict()  # the most recently used ones
+        self._of = lru_cache(MOST_RUNS)(RunPanels)
         self._continuations = Continuations()
-
-    def _of(self, run: Path) -> RunPanels:
-        with self._turn:
-            if run not in self._runs:
-                self._runs[run] = RunPanels(run)
-            self._runs.move_to_end(run)
-            while len(self._runs) > MOST_RUNS:
-                self._runs.popitem(last=False)
-            return self._runs[run]
 
     def about(self, run: Path, state: str) -> dict[str, Any]:
         """Return which panels a run's card has, as JSON values."""
@@ -79,8 +62,7 @@ class Panels:
 
     def go_on(self, key: str, body: bytes) -> Answer:
         """Start a run's command again; the body is the command's digest."""
-        run = self._folder_of(key)
-        return (404, NO_RUN) if run is None else self._continuations.start(run, body)
+        return self._continuations.start(self._folder_of(key), body)
 
     def answer(self, key: str, what: str, asked: Mapping[str, str]) -> Answer:
         """Return status and body of the answer to a request for a panel.
@@ -91,12 +73,7 @@ class Panels:
             asked: the parameters of the request.
         """
         run = self._folder_of(key)
-        if run is None:
-            return 404, NO_RUN
-        try:
-            numbers = {name: _number(name, asked[name]) for name in ("first", "before", "number") if name in asked}
-        except ValueError as error:
-            return 400, str(error)
+        numbers = {name: whole_number(name, asked[name]) for name in ("first", "before", "number") if name in asked}
         if what == "console":
             return read_console(run, asked.get("name", ""), numbers.get("first"), numbers.get("before"))
         panels = self._of(run)
@@ -111,15 +88,10 @@ class Panels:
                 return one_text(panels.texts, numbers["number"])
             return 200, newest_texts(panels.texts, asked.get("name"), numbers.get("before"))
 
-    def image(self, key: str, number: str) -> tuple[int, bytes | str]:
+    def image(self, key: str, number: str) -> Answer:
         """Return status and body of the answer to a request for an image: a PNG file, or the reason of a refusal."""
         run = self._folder_of(key)
-        if run is None:
-            return 404, NO_RUN
-        try:
-            place = _number("number", number)
-        except ValueError as error:
-            return 400, str(error)
+        place = whole_number("number", number)
         panels = self._of(run)
         with panels.turn:
             panels.images.look()
@@ -127,9 +99,14 @@ class Panels:
         return (404, "There is no such image.") if entry is None else read_image(run, entry)
 
 
-def _number(name: str, text: str) -> int:
+def whole_number(name: str, text: str) -> int:
+    """Return a parameter of a request.
+
+    Raises:
+        Refused: it is no whole number.
+    """
     if not (text.isascii() and text.isdecimal() and len(text) <= 13):
-        raise ValueError(f"{name} must be a whole number.")
+        raise Refused(400, f"{name} must be a whole number.")
     return int(text)
 
 
@@ -191,28 +168,3 @@ def images_by_name(images: EntryList) -> dict[str, Any]:
         "is_behind": images.is_behind,
         "unreadable": images.unreadable,
     }
-
-
-def routes_of_panels(panels: Panels, sent: Callable[[int, str], Response]) -> list[Route]:
-    """Return the routes that read; Continue, which has a body, is elsewhere.
-
-    Args:
-        panels: answer.
-        sent: makes a response of status and body.
-    """
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    def reading(what: str) -> Route:
-        def read(request: Request) -> Response:
-            status, body = panels.answer(request.path_params["key"], what, request.query_params)
-            return sent(status, body if isinstance(body, str) else json.dumps(body, allow_nan=False))
-
-        return Route(f"/api/runs/{{key:path}}/{what}", read, methods=["GET"])
-
-    def image(request: Request) -> Response:
-        status, body = panels.image(request.path_params["key"], request.path_params["number"])
-        return sent(status, body) if isinstance(body, str) else Response(body, media_type="image/png")
-
-    routes = [reading(what) for what in ("console", "usage", "texts", "images")]
-    return [*routes, Route("/api/runs/{key:path}/images/{number}", image, methods=["GET"])]

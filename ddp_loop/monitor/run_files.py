@@ -285,7 +285,7 @@ def clean(data: bytes) -> str:
 def last_line(run: Path, file_name: str) -> str | None:
     """Return the last line that is not empty, of a file of the console."""
     status, found = read_console(run, file_name.removesuffix(".log"))
-    if status != 200 or isinstance(found, str):
+    if status != 200 or not isinstance(found, dict):
         return None
     lines = [line for line in found["text"].splitlines() if line.strip()]
     return text_of(lines[-1][:300]) if lines else None

@@ -107,19 +107,20 @@ class Snapshot:
         version: rises with each change.
         lines: of each run, by key: the version of its last change, and its summary as JSON.
         removed: the version of its removal, by key.
+        given: the folders of the page.
     """
 
     version: int = 0
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
     removed: dict[str, int] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
 
     def changes(self, since: int | None = None) -> str:
         """Return as JSON what changed after a version; without one, everything."""
         lines = self.lines.values() if since is None else (line for line in self.lines.values() if line[0] > since)
         gone = [] if since is None else [key for key, version in self.removed.items() if version > since]
-        every = "true" if since is None else "false"
-        runs = ",".join(text for _, text in lines)
-        return f'{{"version":{self.version},"all":{every},"removed":{json.dumps(gone)},"runs":[{runs}]}}'
+        about = {"version": self.version, "all": since is None, "folders": self.given, "removed": gone}
+        return f'{_json(about)[:-1]},"runs":[{",".join(text for _, text in lines)}]}}'
 
 
 class RunList:
@@ -139,7 +140,7 @@ class RunList:
         self._looked = -LOOK_S
         self._runs: dict[str, RunSummary] = {}  # by folder
         self._keys: dict[str, str] = {}  # by folder, also of runs that were removed
-        self.now = Snapshot()
+        self.now = Snapshot(given=tuple(_named(path) for path in self._given))
 
     def look(self) -> Snapshot:
         """Look at all runs again, unless that was just done."""
@@ -174,7 +175,7 @@ class RunList:
         removed = {key: at for key, at in self.now.removed.items() if key not in lines}
         removed |= {key: version for key in self.now.lines if key not in lines}
         if any(at == version for at, _ in lines.values()) or version in removed.values():
-            self.now = Snapshot(version, lines, removed)
+            self.now = Snapshot(version, lines, removed, self.now.given)
 
     def _find(self) -> Iterator[tuple[str, str]]:
         """Yield folder and name of each run, once."""
@@ -187,7 +188,7 @@ class RunList:
             for folder, name in [(one, prefix + os.path.relpath(one, given)) for one in below] or [(given, top)]:
                 if folder not in seen:
                     seen.add(folder)
-                    yield folder, os.fsencode(name).decode("utf-8", "replace")
+                    yield folder, _named(name)
 
     def _key_of(self, folder: str, name: str) -> str:
         """Return a run's unique name for requests; it remains that of its folder."""
@@ -201,6 +202,11 @@ class RunList:
                 key = f"{base}-{number}"
             self._keys[folder] = key
         return self._keys[folder]
+
+
+def _named(path: str) -> str:
+    """Return a path as text, also where its bytes are none."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _json(value: dict[str, Any]) -> str:

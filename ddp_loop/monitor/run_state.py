@@ -10,6 +10,7 @@ from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_j
 from ddp_loop.reporting import TRIAL, plain_reason, state_of
 
 _NOTHING_YET = "no run has begun in this folder yet: Loop(run_dir=...) begins one here"
+_NO_FOLDER = "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
 ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
 
@@ -89,7 +90,7 @@ class RunState:
         if self.state in ENDED_TRIAL:
             return f"{self.state} at {at}, {saved}"
         return {
-            "missing": "this run folder does not exist yet",
+            "missing": _NO_FOLDER,
             "gone": "this run folder was removed",
             "waiting": "waiting for a slot" if self.trial else _NOTHING_YET,
             "starting": "starting",

@@ -28,7 +28,7 @@ from ddp_loop.checkpoint import (
 )
 from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
-from ddp_loop.monitor.series import MetricSeries, Values, extremes, nothing_for_nan, places_of, thin_out
+from ddp_loop.monitor.series import MetricSeries, Values, end_of, extremes, nothing_for_nan, places_of, thin_out
 from ddp_loop.reporting import JsonlTail, TailUpdate
 from ddp_loop.smoothing import smooth
 
@@ -240,7 +240,6 @@ class RunView:
             found = dict.fromkeys(name for one in (rows, points_of, self._logged) for name in one.names if name != TIME)
             asked = found.keys() if metrics is None else found.keys() & metrics
             iterations = rows.iterations
-            epochs = rows.epochs
             places = self._places(axis, rows)
             low = max(0, int(np.searchsorted(places, first)) - 1)
             high = min(len(rows), int(np.searchsorted(places, last, side="right")) + 1)
@@ -255,9 +254,6 @@ class RunView:
                 curves[name] = _listed(extremes(values[low:high], starts))
                 if smoothing > 1:
                     smoothed[name] = _listed(extremes(smooth(values, iterations, smoothing)[low:high], starts))
-            ends = np.flatnonzero(np.diff(epochs))
-            every = max(1, -(-len(ends) // MOST_MARKS))
-            ends = ends[every - 1 :: every]
             return {
                 "version": self._version(),
                 "is_behind": self._is_behind,
@@ -267,14 +263,28 @@ class RunView:
                 "steps": iterations[kept].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
+                "ends": self._ends(asked, axis, places),
                 "evaluated_x": _places(axis, self._places(axis, points_of)),
                 "evaluated_steps": points_of.iterations.tolist(),
                 "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name in asked},
                 "logged": self._logged_curves(asked, axis, points, first, last),
-                "epochs": [
-                    [int(epochs[end]), place] for end, place in zip(ends, _places(axis, places[ends]), strict=True)
-                ],
+                "epochs": self._marks(axis, places),
             }
+
+    def _marks(self, axis: str, places: Values) -> list[list[float | int]]:
+        """Return epochs and where they end, at most MOST_MARKS."""
+        epochs = self._rows.epochs
+        ends = np.flatnonzero(np.diff(epochs))
+        every = max(1, -(-len(ends) // MOST_MARKS))
+        ends = ends[every - 1 :: every]
+        return [[int(epochs[end]), place] for end, place in zip(ends, _places(axis, places[ends]), strict=True)]
+
+    def _ends(self, asked: Collection[str], axis: str, places: Values) -> dict[str, list[float | int]]:
+        """Return the place and the step at which a metric of the rows stopped being finite, by name."""
+        found = {name: end_of(self._rows.values(name)) for name in self._rows.names if name in asked}
+        steps = self._rows.iterations
+        ended = {name: end for name, end in found.items() if end is not None}
+        return {name: [*_places(axis, places[end : end + 1]), int(steps[end])] for name, end in ended.items()}
 
     def _places(self, axis: str, series: MetricSeries) -> Values:
         return places_on(axis, series, self._rows, count(self._run.status.get("steps_per_epoch")))

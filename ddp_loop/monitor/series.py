@@ -137,6 +137,18 @@ def nothing_for_nan(value: float) -> float | None:
     return None if value != value else value
 
 
+def end_of(values: Values) -> int | None:
+    """Return the row from which a column has no finite value; None for one that goes on.
+
+    A column may have values in every k-th row only, so that fewer rows without one are no end.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if not len(finite):
+        return 0 if len(values) else None
+    gaps = np.diff(finite, prepend=-1)
+    return int(finite[-1]) + 1 if len(values) - finite[-1] > gaps.max() else None
+
+
 def thin_out(count: int, points: int) -> npt.NDArray[np.int64]:
     """Return the starts of buckets of `count` rows, so that two points of each and the last row are at most `points`.
 

@@ -30,7 +30,21 @@ MOST_BYTES = 1 << 20  # of a table: rows and columns, letters, of its file
 MOST_ASKED = 150  # trials in one request
 TABLE_NAME = re.compile(r"[\w-][\w.,=+@ -]{0,99}")
 
-Answer = tuple[int, dict[str, Any] | str]  # status and body; the body of a refusal is a text
+Answer = tuple[int, dict[str, Any] | str | bytes]  # status and body; the body of a refusal is a text
+
+
+class Refused(Exception):
+    """A request that is refused.
+
+    Args:
+        status: of the answer.
+        why: its text.
+    """
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.answer: Answer = (status, why)
+
 
 # -- notes and tables --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.browsing import NEEDS_BROWSER, Visit
 from tests.support.harness import until
-from tests.support.logged_files import python_command, write_start
+from tests.support.logged_files import add_usage, python_command, write_start
 from tests.support.serving import row, served, write_lines, write_run
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
@@ -119,6 +119,62 @@ def test_values_at_the_pointer_have_their_own_steps(visit: Any, runs: Path) -> N
 
 
 # -- names, notes, hidden runs -----------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_is_nan_in_list_and_table_and_a_mark_at_its_step(visit: Any, tmp_path: Path) -> None:
+    for name, end in (("good", 99), ("bad", 30), ("never", 1)):
+        rows = [row(k, loss=1 / k if k < end else None) for k in range(1, 41)]
+        folder = write_run(tmp_path / "lab" / name, rows, status="done", iteration=40)
+        (folder / "run.json").write_text(json.dumps({"began": 1.0, "config": {"name": name}}))
+    with served(tmp_path / "lab") as page:
+        one = visit(page, WINDOW)
+        values = dict(
+            zip(*(one.page.locator(f".line .{part}").all_inner_texts() for part in ("name", "value")), strict=True)
+        )
+        assert values == {"bad": "nan", "good": "0.025", "never": "nan"}
+        until(lambda: len(one.last("loss")) == 3, "all are drawn")
+        assert sorted(json.loads(one.chart("loss", "ends") or "")) == [["bad", 30], ["never", 1]]
+        assert sorted(one.page.locator(loss(".values .line")).all_inner_texts()) == ["0.025", "nan", "nan"]
+        with_marks = one.ink("loss")
+        for name in ("bad", "never"):
+            one.page.get_by_role("checkbox", name=f"Draw {name}").uncheck()
+        until(lambda: one.chart("loss", "ends") == "[]", "there is no mark")
+        assert one.ink("loss") < with_marks
+        one.page.get_by_label("Search runs").fill("loss=nan")
+        assert one.page.locator(".lines .line:visible .name").all_inner_texts() == ["bad", "never"]
+        one.page.get_by_label("Search runs").fill("")
+        one.page.get_by_role("tab", name="Results").click()
+        one.page.locator(".trial").first.wait_for()
+        cells = [line.locator("td").all_inner_texts() for line in one.page.locator(".trial").all()]
+        assert [[line[1], *line[2:4]] for line in cells] == [
+            ["bad", number(1 / 29), "nan"],
+            ["good", "0.025", "0.025"],
+            ["never", "–", "nan"],
+        ]
+
+
+def test_the_use_of_each_rank_is_drawn_in_charts_with_its_unit(visit: Any, runs: Path) -> None:
+    for rank in range(5):
+        add_usage(runs / "run-0", rank, [(5.0, 100.0, 200.0), (10.0, 90.0 + rank, 2100.0)])
+    with served(runs) as page:
+        one = visit(page, WINDOW)
+        one.page.locator(".line[data-run='run-0'] .open").click()
+        one.page.locator("button[data-panel=usage]").click()
+        chart = one.page.locator(".chart[data-metric=memory_mib]")
+        chart.locator("canvas").wait_for()
+        assert chart.locator(".title").inner_text() == "Memory"
+        assert chart.locator(".values").inner_text().split("\n") == ["5 ranks", "10 s"]
+        assert json.loads(chart.get_attribute("data-last") or "") == [[10, 2100]] * 5
+        assert not chart.locator(".csv, .log").filter(visible=True).count()
+        chart.focus()
+        chart.press("ArrowUp")
+        assert chart.locator(".values").inner_text().split("\n") == ["rank 4: 2.051 GiB", "10 s"]
+        one.page.locator(".chart[data-metric=processor_percent]").press("ArrowDown")
+        one.waits_for(".chart[data-metric=processor_percent] .values", "rank 0: 90 %")
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: Path) -> None:

@@ -115,7 +115,7 @@ def test_scale_smoothing_epoch_marks_and_zoom(visit: Any, run: Path) -> None:
     with served(run) as page:
         one = visit(page)
         assert one.chart("loss", "scale") == "linear"
-        one.page.get_by_label("log").check()
+        one.page.get_by_label("log", exact=True).check()
         assert one.chart("loss", "scale") == "log"
         assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4]]
         one.page.get_by_label("Smoothing").select_option("30")
@@ -150,7 +150,7 @@ def test_everything_can_be_done_with_the_keyboard(visit: Any, run: Path) -> None
                     "((one) => one.id || one.name || one.dataset.metric || one.className)(document.activeElement)"
                 )
             )
-        charts = [name for metric in ("loss", "accuracy", "learning_rate") for name in (metric, "csv", "png")]
+        charts = [name for metric in ("loss", "accuracy", "learning_rate") for name in (metric, "csv", "png", "log")]
         assert reached == ["edit", "smoothing", "axis", "scale", "marks", *charts[:7]]
         one.page.locator(".chart[data-metric=loss]").focus()
         one.page.keyboard.press("Home")

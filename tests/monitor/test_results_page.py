@@ -66,8 +66,8 @@ def test_the_table_shows_parameters_and_results_and_sorts_by_each_column(visit: 
     with served(sweep) as page:
         one = opened(visit, page)
         titles = one.page.locator(".trials th").all_text_contents()
-        assert titles[1:6] == ["Trial", "rate", "momentum", "width", "activation"]
-        assert titles[6:-1] == ["Status", "Objective: loss", "loss", "best loss", "accuracy", "Time", "Steps", "Note"]
+        assert titles[:6] == ["Pick", "Trial", "Objective: loss", "best loss", "loss", "accuracy"]
+        assert titles[6:] == ["Status", "rate", "momentum", "width", "activation", "Time", "Steps", "Note", "Actions"]
         assert column(one, "Status")[:4] == ["done", "done", "done", "failed"]
         assert column(one, "width")[0] == str(facts(sweep, 0)["parameters"]["width"])
         rates = {number: facts(sweep, number)["parameters"]["rate"] for number in range(12)}
@@ -96,7 +96,7 @@ def test_last_and_best_are_two_columns_which_differ_where_a_run_got_worse(visit:
     write_lines(sweep / "trials" / "0001" / "evaluations.jsonl", [row(1, loss=2.0), row(2, loss=3.0)])
     with served(sweep) as page:
         one = opened(visit, page)
-        assert (column(one, "loss")[:2], column(one, "best loss")[:2]) == (["0.75", "–"], ["0.25", "–"])
+        assert (column(one, "loss")[:2], column(one, "best loss")[:2]) == (["0.75", "nan"], ["0.25", "–"])
         assert (column(one, "accuracy")[0], column(one, "eval loss")[:2]) == ("0.75", ["–", "3"])
         for text in ("loss=0.75", '"best loss"=0.25', '"best accuracy">=0.75 loss>0.7', "loss=3", '"best loss"=2'):
             one.page.get_by_label("Filter the table").fill(text)
@@ -296,7 +296,7 @@ def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
         one = opened(visit, page, size, scheme)
         assert one.page.get_by_role("button", name="Matrix trials/0006").count() == 0
         one.page.get_by_role("button", name="Matrix trials/0001").click()
-        one.waits_for(".matrix-place h3", "Confusion matrix: trials/0001, step 10")
+        one.waits_for(".matrix-place h2", "Confusion matrix: trials/0001, step 10")
         lines = [line.locator("td").all_text_contents() for line in one.page.locator(".matrix tbody tr").all()]
         assert [[int(cell) for cell in line[:-1]] for line in lines] == counts
         assert [line[-1] for line in lines] == [f"{100 * row[k] / sum(row):.1f} %" for k, row in enumerate(counts)]
@@ -315,6 +315,34 @@ def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
         assert not one.page.locator(".matrix").is_visible()
 
 
+def test_at_1400_pixels_names_are_whole_and_the_result_is_the_last_axis_in_its_pane(visit: Any, tmp_path: Path) -> None:
+    name = "adamw-lr0.001-momentum0.9-width128"
+    for number in range(4):
+        parameters = {f"parameter_{k}": number * k for k in range(9)}
+        folder = write_trial(tmp_path / "sweep", number, parameters, value=number + 0.5)
+        (folder / "name.txt").write_text(f"{name}-{number}")
+    write_trial(tmp_path / "sweep", 4, parameters, "failed", value=9.0)
+    write_trial(tmp_path / "sweep", 5, parameters, "not finite")
+    with served(tmp_path / "sweep") as page:
+        one = opened(visit, page, (1400, 900))
+        whole = "(all) => all.map((one) => one.scrollWidth <= one.clientWidth)"
+        assert one.page.locator(".trial .open-run").evaluate_all(whole) == [True] * 6
+        first = [one.page.locator(f".trials th:nth-child({at})").inner_text() for at in (2, 3, 4)]
+        assert first == ["Trial", "Objective: loss", "best loss"]
+        assert column(one, "Objective: loss")[4:] == ["9", "nan"]
+        right = "(one) => one.getBoundingClientRect().right"
+        title = one.page.locator(".axis", has_text="Objective").locator(".axis-title")
+        assert title.evaluate(right) <= one.page.locator(".wide-frame").first.evaluate(right)
+        assert one.page.locator(".wide-frame").first.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+        said = "1 without a finite result and 1 that failed: dashed, and left out of the scale of Objective: loss."
+        one.waits_for(".picture-says", said)
+        one.waits_for(".picture-says", "1 without a finite Objective: loss: on the lower edge.")
+        one.page.get_by_label("Filter the table").fill("nothing")
+        assert one.text(".results-tools .count") == (
+            "0 of 6 runs. Empty the filter, the search and the ranges to see all."
+        )
+
+
 # -- requests ----------------------------------------------------------------------------------------------
 
 
@@ -327,7 +355,7 @@ def test_one_trial_and_all_trials_are_stopped_after_a_question(visit: Any, sweep
         one.page.get_by_role("button", name="Stop trials/0012").click()
         one.page.get_by_role("button", name="Stop the run").click()
         until((run / "stop").exists, "one is asked to stop")
-        until(lambda: column(one, "Status")[12].startswith("stopping"), "the table says so")
+        until(lambda: column(one, "Status")[0].startswith("stopping"), "the table says so")
         assert not (sweep / "stop").exists()
         one.page.get_by_role("button", name="Stop all", exact=True).click()
         one.waits_for(".confirm-all h2", "Stop all trials of digits?")
@@ -395,7 +423,7 @@ def test_names_and_values_of_users_are_only_text(visit: Any, tmp_path: Path) -> 
     with served(sweep) as page:
         one = opened(visit, page)
         assert numbers(one) == [0, 1, 2, 3]
-        assert column(one, "__proto__") == ["–", "3", "3", "–"]
+        assert column(one, "__proto__") == ["–", "–", "2", "–"]  # the metric, which stands before the parameter
         assert column(one, "constructor") == ["–", "<b>x</b>", "<b>x</b>", "–"]
         sort(one, "toString")
         assert numbers(one) == [1, 2, 0, 3]

@@ -52,7 +52,10 @@ def write_trial(folder: Path, number: int = 0, **facts: Any) -> Path:
 def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: Path) -> None:
     top = tmp_path / "sweep"
     runs = RunList([top])
-    assert runs_of(runs.look())["sweep"]["says"] == "this run folder does not exist yet"
+    assert (
+        runs_of(runs.look())["sweep"]["says"]
+        == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
+    )
     write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
     write_run(top / "deep" / "below" / "it", [row(1)], status="done", iteration=1)
     write_run(top / "deep" / "below" / "it" / "too", [row(1)], status="done", iteration=1)
@@ -97,7 +100,7 @@ def test_a_removed_run_leaves_the_list_and_comes_back_under_its_key(tmp_path: Pa
     shutil.rmtree(tmp_path / "a")
     second = runs.look()
     assert json.loads(second.changes(first.version)) == {
-        "version": second.version, "all": False, "removed": ["a"], "runs": [],
+        "version": second.version, "all": False, "folders": [str(tmp_path)], "removed": ["a"], "runs": [],
     }  # fmt: skip
     assert runs.folder_of("a") is None
     write_run(tmp_path / "a", [row(1), row(2)], status="done", iteration=2)

@@ -12,7 +12,8 @@ import pytest
 from ddp_loop.checkpoint import RunFolder
 from tests.support.browsing import NEEDS_BROWSER, WIDE, Visit
 from tests.support.harness import until
-from tests.support.serving import row, served, write_run
+from tests.support.serving import row, served, write_lines, write_run
+from tests.support.sweep_folders import write_trial
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
 SMALL = (360, 740)
@@ -83,7 +84,7 @@ def test_runs_that_begin_later_appear_and_those_that_are_removed_go(visit: Any, 
             one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
             (folder.folder / "rows.jsonl").write_text(json.dumps(row(50, loss=0.5)) + "\n")
             one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
-            assert checked(one) == [*trials(*range(3, 12)), "trials/0100"]  # the oldest one made way
+            assert checked(one) == ["trials/0100", *trials(*range(3, 12))]  # running, so first; the oldest one made way
             assert one.page.title() == "1 running · 13 runs"
         one.waits_for(".line[data-run='trials/0100'] .state", "lost")
         (sweep / "trials" / "0100").rename(sweep.parent / "elsewhere")
@@ -132,7 +133,7 @@ def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, t
         one = visit(page)
         one.page.get_by_label("Search runs").fill(text)
         assert lines(one) == trials(*found)
-        clears = "" if found else ". Nothing matches: empty the search to see all."
+        clears = "" if found else ". Empty the search to see all."
         assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
         assert one.text("#states") == "9 done · 3 stopped"
 
@@ -142,10 +143,10 @@ def test_the_search_reports_unknown_words_and_finds_names_with_signs(visit: Any,
     with served(sweep) as page:
         one = visit(page)
         for text, said in (
-            ("rate<x", "0 of 13 runs. x is no number."),
-            ("speed=3", "0 of 13 runs. No column is called speed."),
+            ("rate<x", "0 of 13 runs. x is no number. Empty the search to see all."),
+            ("speed=3", "0 of 13 runs. No column is called speed. Empty the search to see all."),
             ("rate2=0.1,seed", "1 of 13 runs"),
-            ("rate2=0.2", "0 of 13 runs. No column is called rate2."),
+            ("rate2=0.2", "0 of 13 runs. No column is called rate2. Empty the search to see all."),
         ):
             one.page.get_by_label("Search runs").fill(text)
             assert one.text("#count") == said
@@ -194,6 +195,47 @@ def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(visit: Any
         )
         until(lambda: len(one.last("loss")) == 100, "the smoothed curves are drawn")
         assert one.chart("loss", "standing") == "trials/0001"  # in new charts too
+
+
+def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first(visit: Any, tmp_path: Path) -> None:
+    top = write_sweep(tmp_path / "sweep", 4)
+    with closing(RunFolder(top / "zebra", {}, None)) as folder, served(top) as page:
+        folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
+        one = visit(page)
+        assert one.text("#folders") == str(top)
+        one.waits_for(".best", "Best: trials/0000 loss 1")
+        assert lines(one) == ["zebra", *trials(*range(4))]
+        one.page.get_by_role("button", name="Reverse the order").click()
+        assert lines(one) == ["zebra", *trials(*range(3, -1, -1))]
+        one.page.get_by_label("Sort").select_option("value")
+        assert lines(one)[-1] == "zebra"  # which has none yet
+        write_lines(top / "trials" / "0002" / "evaluations.jsonl", [row(20, loss=3.5)])
+        one.waits_for(".best", "Best: trials/0002 eval loss 3.5")
+        one.page.locator("#best").click()
+        one.waits_for(".run .name", "trials/0002")
+
+
+def test_the_head_compares_the_trials_of_a_sweep_by_its_objective(visit: Any, tmp_path: Path) -> None:
+    for number, accuracy in enumerate((0.5, 0.9, 0.7)):
+        facts: dict[str, Any] = {"objective": "accuracy", "direction": "maximize", "value": accuracy}
+        write_trial(tmp_path / "sweep", number, {"rate": number}, **facts)
+    with served(tmp_path / "sweep") as page:
+        visit(page).waits_for(".best", "Best: trials/0001 accuracy 0.9")
+
+
+def test_a_folder_and_a_card_that_vanish_are_one_line_each(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        one.page.locator(".line[data-run='trials/0003'] .open").click()
+        one.waits_for(".run .name", "trials/0003")
+        (sweep / "trials" / "0003").rename(sweep.parent / "0003")
+        one.waits_for("#notice", f"trials/0003 is gone: its folder {sweep}/trials/0003 was removed.")
+        sweep.rename(sweep.parent / "elsewhere")
+        one.waits_for("#notice", f"{sweep} was removed. Its runs appear here again when it is back.")
+        assert one.text(".says") == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
+        (sweep.parent / "elsewhere").rename(sweep)
+        one.page.locator("#notice").wait_for(state="hidden")
+        until(lambda: len(lines(one)) == 11, "the other runs are back")
 
 
 # -- a card ------------------------------------------------------------------------------------------------
@@ -289,6 +331,23 @@ def test_on_a_phone_a_button_folds_the_list_away(visit: Any, sweep: Path, scheme
         assert not one.page.locator("#list").is_visible()
         one.waits_for(".run .name", "trials/0003")
         assert one.page.evaluate(wide) == SMALL[0]
+
+
+def test_on_a_phone_rename_and_hide_are_behind_one_button(visit: Any, tmp_path: Path) -> None:
+    names = ["sgd-lr0.1-momentum0.9-width32", "other"]
+    for name in names:
+        write_run(tmp_path / name, [row(1)], status="done", iteration=1)
+    with served(tmp_path) as page:
+        one = visit(page, (390, 844))
+        assert one.page.evaluate("document.documentElement.scrollWidth") == 390
+        one.page.get_by_role("button", name="Runs (2)").click()
+        name = one.page.locator(".line .name", has_text=names[0])
+        assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")  # it is whole
+        hide = one.page.get_by_role("button", name=f"Hide {names[0]}", exact=True)
+        assert not hide.is_visible()
+        one.page.get_by_role("button", name=f"Rename or hide {names[0]}").click()
+        hide.click()
+        assert lines(one) == ["other"]
 
 
 def test_the_curves_are_on_the_first_screen_beside_the_list(visit: Any, sweep: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddp_loop.monitor.series import MOST_COLUMNS, MetricSeries, extremes, places_of, thin_out
+from ddp_loop.monitor.series import MOST_COLUMNS, MetricSeries, end_of, extremes, places_of, thin_out
 from ddp_loop.reporting import JsonlTail
 from ddp_loop.reporting.jsonl_tail import CHUNK
 from ddp_loop.smoothing import smooth
@@ -187,6 +187,27 @@ def test_a_thinned_curve_keeps_its_extremes_and_its_last_row_and_has_no_more_poi
         assert places[0] == 0
         assert (curve.min(), curve.max()) == (values.min(), values.max())
         assert (places[-1], curve[-1]) == (count - 1, values[-1])
+
+
+@pytest.mark.parametrize(
+    ("values", "row_of_the_end"),
+    [
+        ("", None),
+        ("1111", None),
+        ("11..", 2),
+        ("111.", 3),
+        ("....", 0),
+        ("1.11", None),
+        ("1.1..", 3),
+        ("..1..1..", None),  # a value in every third row
+        ("..1..1...", 6),
+        ("1..1.", None),
+    ],
+)
+def test_a_column_ends_where_its_rows_without_a_value_are_more_than_usual(
+    values: str, row_of_the_end: int | None
+) -> None:
+    assert end_of(np.array([nan if value == "." else 1.0 for value in values])) == row_of_the_end
 
 
 def test_each_bucket_has_its_least_and_greatest_in_the_order_in_which_they_came() -> None:

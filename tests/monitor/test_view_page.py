@@ -100,11 +100,45 @@ def test_a_link_with_nonsense_shows_the_usual_view_and_says_which_runs_are_not_h
             page,
             "axis=furlongs&smoothing=-1&sort=&tab=else&zoom=9~1&scale=cubic&run=sgd-lr0.1-w8&run=no&open=%3Cb%3E",
         )
-        assert one.text("#notice") == "The link names runs that are not here: no, <b>."
+        assert one.text("#notice") == (
+            "The link names runs that are not here: no, <b>. The link asks for what the page does not have: "
+            "smoothing=-1, axis=furlongs, sort=, scale=cubic, zoom=9~1 and 1 more."
+        )
         assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("step", "0")
         assert drawn(one) == ["sgd-lr0.1-w8"]
         assert not one.page.is_visible("#whole")
         assert one.complaints == []
+
+
+def test_a_link_whose_runs_are_all_gone_shows_the_usual_ones(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visited(visit, page, "run=no&axis=time")
+        assert one.text("#notice") == "The link names runs that are not here: no."
+        assert drawn(one) == sorted(f"sgd-lr{rate}-w8" for rate in RATES)
+        assert one.page.input_value("#axis") == "time"
+
+
+def test_each_chart_has_its_own_scale_which_the_address_keeps(visit: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "one", [row(step, accuracy=step / 9) for step in range(1, 9)], status="done", iteration=8)
+
+    def scales(one: Visit) -> list[str | None]:
+        return [one.chart(metric, "scale") for metric in ("loss", "accuracy")]
+
+    with served(tmp_path / "one") as page:
+        one = visit(page)
+        button = one.page.get_by_role("button", name="log scale of loss")
+        button.click()
+        assert (scales(one), button.get_attribute("aria-pressed")) == (["log", "linear"], "true")
+        until(lambda: view_of(one) == {"log": ["loss"]}, "the scale is in the address")
+        one.page.reload()
+        until(lambda: scales(one) == ["log", "linear"], "a reload keeps it")
+        one.page.locator("[name=scale][value=log]").check(force=True)
+        assert scales(one) == ["log", "log"]  # all of them
+        one.page.get_by_role("button", name="log scale of accuracy").click()
+        assert scales(one) == ["log", "linear"]
+        until(lambda: view_of(one) == {"scale": ["log"], "linear": ["accuracy"]}, "the exception is in the address")
+        one.page.reload()
+        until(lambda: scales(one) == ["log", "linear"], "a reload keeps it")
 
 
 def colours(one: Visit) -> dict[str, str]:

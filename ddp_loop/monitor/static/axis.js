@@ -23,12 +23,13 @@ function own(values, name) {
 }
 
 // The lines of a metric in what the monitor sent of a run: {kind, x, y, steps}, where kind is line, faint under a
-// smoothed line, smooth, or evaluated; what was logged is drawn as points where the metric has a curve too.
+// smoothed line, smooth, or evaluated; what was logged is drawn as points where the metric has a curve too. A curve that
+// stopped being finite has an end: [place on the axis, step].
 export function linesOf(curves, name) {
   const [curve, smooth, evaluated, logged] = ["curves", "smoothed", "evaluated", "logged"].map((of) => own(curves[of], name));
-  const { x, steps } = curves, lines = [];
-  if (curve) lines.push({ kind: smooth ? "faint" : "line", x, steps, y: curve });
-  if (curve && smooth) lines.push({ kind: "smooth", x, steps, y: smooth });
+  const { x, steps } = curves, end = own(curves.ends, name), lines = [];
+  if (curve) lines.push({ kind: smooth ? "faint" : "line", x, steps, y: curve, end });
+  if (curve && smooth) lines.push({ kind: "smooth", x, steps, y: smooth, end });
   if (evaluated) lines.push({ kind: "evaluated", x: curves.evaluated_x, steps: curves.evaluated_steps, y: evaluated });
   if (logged) {
     const [places, y, at] = logged;

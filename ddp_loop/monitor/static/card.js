@@ -2,7 +2,7 @@
 
 import { Continuing } from "./continuing.js";
 import { Panels } from "./panels.js";
-import { duration, grouped, memory, number, times, write } from "./words.js";
+import { duration, grouped, memory, label, number, times, write } from "./words.js";
 
 const DETAILS = { why: null, remaining_s: null, samples_per_s: null, ranks: null, device: null, checkpoint: null,
   by_rank: [], profile: null, problems: [], continue: null, continuing: null,
@@ -85,7 +85,7 @@ export class Card {
   expectStop(key) {
     if (key !== this.key) return;
     this.find(".stop").disabled = true;
-    write(this.find(".stop"), "Stopping…");
+    label(this.find(".stop"), "Stopping…", this.said.name);
   }
 
   fill() {
@@ -115,8 +115,7 @@ export class Card {
     const stop = find(".stop");
     stop.hidden = !["running", "stopping"].includes(said.state);
     stop.disabled = !said.can_stop;
-    write(stop, said.state === "stopping" ? "Stopping…" : "Stop");
-    stop.setAttribute("aria-label", `Stop ${said.name}`);
+    label(stop, said.state === "stopping" ? "Stopping…" : "Stop", said.name);
     this.continuing.show(said);
     this.panels.show(said);
   }

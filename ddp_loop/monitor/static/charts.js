@@ -25,12 +25,14 @@ export function colour(name) {
 }
 
 export class Chart {
-  constructor(name, template, asks) {
-    this.name = name;
-    this.asks = asks; // zoom(first, last), view(), point(key), pointed(), save(runs)
+  // title: above the chart; says(value): a value as text; what: the lines are, runs or ranks
+  constructor(name, template, asks, { title = named(name), says = number, what = "runs" } = {}) {
+    Object.assign(this, { name, title, says, what });
+    this.asks = asks; // zoom(first, last), view(), point(key), pointed(), save(runs), turn()
     this.figure = template.content.firstElementChild.cloneNode(true);
     this.figure.dataset.metric = name;
-    this.figure.querySelector(".title").textContent = named(name);
+    this.figure.querySelector(".title").textContent = title;
+    for (const button of this.figure.querySelectorAll(".csv, .log")) button.hidden = what !== "runs";
     this.figure.querySelector(".title").title = name;
     this.values = this.figure.querySelector(".values");
     this.holder = this.figure.querySelector(".plot");
@@ -53,6 +55,9 @@ export class Chart {
         button.disabled = false;
       });
     }
+    this.scale = this.figure.querySelector(".log");
+    this.scale.setAttribute("aria-label", `log scale of ${name}`);
+    this.scale.addEventListener("click", () => this.asks.turn());
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this.holder);
   }
@@ -78,7 +83,7 @@ export class Chart {
 
   savePicture() {
     const runs = this.runs.length > 1 ? this.drawnRuns() : [];
-    savePng(this.name, named(this.name), runs, this.plot.ctx.canvas, { ground: colour("--card"), ink: colour("--ink") });
+    savePng(this.name, this.title, runs, this.plot.ctx.canvas, { ground: colour("--card"), ink: colour("--ink") });
   }
 
   // The runs that have this metric.
@@ -89,6 +94,7 @@ export class Chart {
   // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them, parts: metric -> {curves} with that metric.
   show(runs, { log, axis, marks }) {
     this.log = log;
+    this.scale.setAttribute("aria-pressed", String(log));
     this.axis = axisOf(axis);
     this.hasMarks = marks;
     this.runs = runs;
@@ -130,19 +136,20 @@ export class Chart {
       height: this.height,
       legend: { show: false },
       padding: [8, 22, 0, 0],
-      cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: "steps", filters: FILTERS },
+      cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: this.what, filters: FILTERS },
         points: { size: 6 }, focus: { prox: -1 } },
       scales: {
         x: { time: false, range: (_, low, high) => this.asks.view() ?? [low ?? 0, Math.max(high ?? 1, (low ?? 0) + this.axis.least)] },
-        y: this.log ? { distr: 3 } : {},
+        y: this.log ? { distr: 3 } : this.what === "runs" ? {} : { range: (_, low, high) => [0, Math.max(1, 1.05 * (high ?? 1))] },
       },
       axes: [
         { ...axis, grid: { show: false }, size: 26, values: (_, ticks) => ticks.map((one) => this.axis.tick(one)) },
-        { ...axis, grid: inside, size: 54, values: (_, ticks) => ticks.map((one) => (one === null ? "" : number(one))) },
+        { ...axis, grid: inside, size: this.what === "runs" ? 54 : 66, values: (_, ticks) => ticks.map((one) => (one === null ? "" : this.says(one))) },
       ],
       series: [{}, ...this.lines.map((line) => series(line))],
       hooks: {
         drawClear: [(plot) => this.drawMarks(plot)],
+        draw: [(plot) => this.drawEnds(plot)],
         setCursor: [() => this.tell()],
         setSelect: [(plot) => this.onSelect(plot)],
         ready: [(plot) => plot.over.addEventListener("dblclick", () => this.asks.zoom(null))],
@@ -189,6 +196,29 @@ export class Chart {
       if (this.height === TALL) ctx.fillText(epoch, left - 3 * scale, bbox.top + 10 * scale);
     });
     ctx.restore();
+  }
+
+  // A cross where a curve stopped being finite, at the height of its last value.
+  drawEnds(plot) {
+    const { ctx, bbox } = plot, scale = devicePixelRatio;
+    const ended = this.lines.filter(({ end, kind }) => end && kind !== "faint");
+    ctx.save();
+    ctx.lineWidth = 2 * scale;
+    for (const { run, x, y, end: [place] } of ended) {
+      const value = this.drawable(y).findLast((one, at) => x[at] < place && one !== null);
+      const left = plot.valToPos(place, "x", true), size = 5 * scale;
+      const top = value === undefined ? bbox.top + bbox.height - 2 * size : plot.valToPos(value, "y", true);
+      if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = run.colour;
+      ctx.beginPath();
+      for (const side of [-size, size]) {
+        ctx.moveTo(left - size, top - side);
+        ctx.lineTo(left + size, top + side);
+      }
+      ctx.stroke();
+    }
+    ctx.restore();
+    this.figure.dataset.ends = JSON.stringify(ended.map(({ run, end }) => [run.key, end[1]]));
   }
 
   onSelect(plot) {
@@ -272,7 +302,7 @@ export class Chart {
     const parts = [];
     let said = "";
     if (many && !pointed) {
-      const part = Object.assign(document.createElement("span"), { textContent: `${this.runs.length} runs` });
+      const part = Object.assign(document.createElement("span"), { textContent: `${this.runs.length} ${this.what}` });
       parts.push(part);
       said = `, ${part.textContent}`;
     }
@@ -281,20 +311,21 @@ export class Chart {
       const part = document.createElement("span");
       part.className = line.kind;
       part.style.setProperty("--run", line.run.colour);
-      part.textContent = `${many && line.kind !== "evaluated" ? `${line.run.name}: ` : ""}${text}`;
+      const isNamed = (many && line.kind !== "evaluated") || this.what === "ranks";
+      part.textContent = `${isNamed ? `${line.run.name}: ` : ""}${text}`;
       part.title = line.kind === "evaluated" ? `${line.run.name}, ${line.isLogged ? "logged" : "evaluated"}` : line.run.name;
       part.dataset.step = step;
       parts.push(part);
-      said += `, ${part.title}: ${number(value)}`;
+      said += `, ${part.title}: ${this.said(value)}`;
     }
     const step = document.createElement("span");
     step.className = "step";
     step.textContent = place === null ? "no rows" : this.axis.says(place);
     this.values.replaceChildren(...parts, step);
-    this.figure.setAttribute("aria-label", `${named(this.name)}${said}, ${step.textContent}`);
+    this.figure.setAttribute("aria-label", `${this.title}${said}, ${step.textContent}`);
     if (isUnder && this.runs.length > 1) {
       const rows = values.map(({ line: { run, kind }, value, ownStep }) => (
-        { name: run.name, colour: run.colour, kind, value, step: ownStep, isNear: run.key === (near ?? pointed) }));
+        { name: run.name, colour: run.colour, kind, value, text: this.said(value), step: ownStep, isNear: run.key === (near ?? pointed) }));
       this.tip.show(step.textContent, rows, plot.cursor.left);
     } else this.tip.hide();
     this.figure.dataset.last = JSON.stringify(this.lines.map(({ x: places, y }) => (y.length ? [places.at(-1), y.at(-1)] : null)));
@@ -307,9 +338,14 @@ export class Chart {
   valueAt(line, place) {
     const at = nearestTo(line.x, place);
     if (at < 0) return [];
-    const [value, step] = [line.y[at], line.steps[at]];
-    const ownStep = `step ${grouped(step)}`;
-    return [{ line, value, step, ownStep, text: ownStep === this.axis.says(place) ? number(value) : `${number(value)} (${ownStep})` }];
+    const step = line.steps[at], value = line.y[at] ?? (step >= line.end?.[1] ? NaN : null);
+    const ownStep = this.what === "runs" ? `step ${grouped(step)}` : this.axis.says(step);
+    const text = this.said(value);
+    return [{ line, value, step, ownStep, text: ownStep === this.axis.says(place) ? text : `${text} (${ownStep})` }];
+  }
+
+  said(value) {
+    return Number.isFinite(value) ? this.says(value) : number(value);
   }
 }
 

@@ -7,13 +7,15 @@ export class Matrix {
   constructor(place, asks, closes = true) {
     this.asks = asks; // wire, notice(text)
     this.place = place;
-    this.title = html("h3");
+    this.title = html("h2");
     this.choice = html("select", { hidden: true });
     this.choice.setAttribute("aria-label", "Table");
     const close = html("button", { type: "button", className: "close", textContent: "×", hidden: !closes });
     close.setAttribute("aria-label", "Close the table");
     this.says = html("p", { className: "picture-says" });
     this.frame = html("div", { className: "wide-frame matrix-frame", tabIndex: 0 });
+    this.frame.setAttribute("role", "region");
+    this.frame.setAttribute("aria-label", "Table of a run");
     place.append(html("div", { className: "matrix-head" }, this.title, this.choice, close), this.frame, this.says);
     close.addEventListener("click", () => this.close());
     this.choice.addEventListener("change", () => this.read(this.choice.value));
@@ -61,7 +63,7 @@ export class Matrix {
     this.title.textContent = `${title}: ${this.trial.name}${iteration === null ? "" : `, step ${grouped(iteration)}`}`;
     const isShaded = isConfusion || values.every((row) => row.every((value) => value === null || value >= 0));
     const sums = values.map((row) => row.reduce((sum, value) => sum + Math.max(0, value ?? 0), 0));
-    const head = html("tr", {}, html("th", { textContent: isConfusion ? "truth \\ predicted" : "" }),
+    const head = html("tr", {}, html("th", { textContent: isConfusion ? "truth \\ predicted" : "row" }),
       ...columns.map((label) => header(label, "col")));
     if (isConfusion) head.append(header("accuracy", "col"));
     const lines = rows.map((label, at) => {
@@ -70,7 +72,6 @@ export class Matrix {
         const share = isShaded && sums[at] > 0 ? Math.max(0, value ?? 0) / sums[at] : 0;
         const cell = html("td", { textContent: shown(value) });
         cell.style.setProperty("--share", `${(100 * share).toFixed(1)}%`);
-        cell.classList.toggle("full", share > 0.5);
         cell.classList.toggle("nothing", !value);
         cell.title = `${label} ${isConfusion ? "as" : "and"} ${columns[column]}: ${shown(value)}`
           + (isShaded ? ` (${(100 * share).toFixed(1)} % of the row)` : "");

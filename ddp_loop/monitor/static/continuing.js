@@ -1,6 +1,7 @@
 // Continue: shows the command that started a run, asks for the secrets that no file keeps, and has it started again.
 
-import { write } from "./words.js";
+import { html } from "./trials.js";
+import { label, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const LOOKS = 300, BETWEEN_MS = 1000; // at a card whose command was started, until its run has begun
@@ -24,8 +25,7 @@ export class Continuing {
     const isShown = Boolean(continuing) && (continuing.can || continuing.is_starting);
     this.button.hidden = !isShown;
     this.button.disabled = !continuing?.can;
-    write(this.button, continuing?.is_starting ? "Starting…" : "Continue");
-    this.button.setAttribute("aria-label", `Continue ${said.name}`);
+    label(this.button, continuing?.is_starting ? "Starting…" : "Continue", said.name);
     const why = continuing?.failed ?? (continuing?.why ? `Continue is not offered: ${continuing.why}` : "");
     write(this.line, why);
     this.line.hidden = !why;
@@ -68,12 +68,8 @@ export class Continuing {
 }
 
 function field(name) {
-  const label = document.createElement("label");
-  const input = document.createElement("input");
-  input.type = "password";
-  input.autocomplete = "off";
-  label.append(`${visible(name)}, which the run folder does not keep`, input);
-  return label;
+  const input = html("input", { type: "password", autocomplete: "off" });
+  return html("label", {}, `${visible(name)}, which the run folder does not keep`, input);
 }
 
 // A command as it is, also where it has letters that are not seen or that turn the direction of writing.

@@ -28,12 +28,18 @@ export class Curves {
     this.pointed = null; // the key of the run whose values the captions show, of many
     this.took = 0; // ms to draw the charts
     this.zoomed = null; // [first, last] on the axis, or all
+    this.turned = new Set(); // metrics that are drawn on the other scale than the rest
     this.near = new IntersectionObserver((seen) => this.onSeen(seen), { rootMargin: `${NEAR}px` });
     element("smoothing").addEventListener("change", () => this.read());
     element("axis").addEventListener("change", () => this.zoom(null));
     element("marks").addEventListener("change", () => this.draw());
     element("whole").addEventListener("click", () => this.zoom(null));
-    for (const one of document.querySelectorAll("[name=scale]")) one.addEventListener("change", () => this.draw());
+    for (const one of document.querySelectorAll("[name=scale]")) {
+      one.addEventListener("change", () => {
+        this.turned.clear();
+        this.draw();
+      });
+    }
     document.addEventListener("visibilitychange", () => this.read());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       for (const chart of this.charts.values()) chart.form = "";
@@ -251,7 +257,7 @@ export class Curves {
       if (this.charts.has(name) || groupOf(name) === null) continue;
       const chart = new Chart(name, this.asks.template, {
         zoom: this.zoom.bind(this), view: () => this.zoomed, point: this.point.bind(this), pointed: () => this.pointed,
-        save: (runs) => this.save(name, runs),
+        save: (runs) => this.save(name, runs), turn: () => this.turn(name),
       });
       this.charts.set(name, chart);
       const grid = groupElement(groupOf(name)).querySelector(".grid");
@@ -263,10 +269,10 @@ export class Curves {
       if (!group.querySelector(".chart")) group.remove();
     }
     const log = document.querySelector("[name=scale]:checked").value === "log";
-    const how = { log, axis, marks: element("marks").checked };
+    const how = { axis, marks: element("marks").checked };
     for (const chart of this.charts.values()) {
       const hasCome = !this.places.size || drawn.some(({ parts }) => parts.get(chart.name)?.curves.axis === axis);
-      chart.wanted = hasCome ? () => chart.show(drawn, how) : null;
+      chart.wanted = hasCome ? () => chart.show(drawn, { ...how, log: log !== this.turned.has(chart.name) }) : null;
       if (chart.isNear) chart.draw();
     }
     this.asks.legend.show(drawn, this.dress.bind(this));
@@ -282,6 +288,12 @@ export class Curves {
       if (isIntersecting) chart.draw();
     }
     this.read();
+  }
+
+  // Draws a metric on the other scale.
+  turn(name) {
+    if (!this.turned.delete(name)) this.turned.add(name);
+    this.draw();
   }
 
   async save(name, runs) {

@@ -1,6 +1,6 @@
 // The names of the runs that are drawn: above all charts, and with their values under the pointer.
 
-import { number, write } from "./words.js";
+import { write } from "./words.js";
 
 const MOST_TIPS = 20; // runs in a tip
 
@@ -60,13 +60,14 @@ export class Tip {
     this.item.hidden = true;
   }
 
-  // values: [{name, colour, kind, value, step, is_near}], left: of the pointer, in pixels from the plot's left edge
+  // values: [{name, colour, kind, value, text, step, is_near}], left: of the pointer, in pixels from the plot's left edge
   show(head, values, left) {
-    const order = [...values].sort((one, other) => (other.value ?? -Infinity) - (one.value ?? -Infinity));
+    const height = ({ value }) => (Number.isFinite(value) ? value : -Infinity);
+    const order = [...values].sort((one, other) => height(other) - height(one) || 0);
     const first = Math.max(0, Math.min(order.findIndex((one) => one.isNear) - MOST_TIPS / 2, order.length - MOST_TIPS));
-    const rows = order.slice(first, first + MOST_TIPS).map(({ name, colour, kind, value, step, isNear }) => {
+    const rows = order.slice(first, first + MOST_TIPS).map(({ name, colour, kind, text, step, isNear }) => {
       const row = part("p", isNear ? "near" : "");
-      const [swatch, said] = [part("i", kind), part("b", "", number(value))];
+      const [swatch, said] = [part("i", kind), part("b", "", text)];
       swatch.style.setProperty("--run", colour);
       row.append(swatch, part("span", "name", name), said, part("span", "step", step));
       return row;

@@ -9,7 +9,7 @@ const STATES = ["running", "stopping", "starting", "waiting", "missing", "interr
 const FIELDS = {
   name: () => null,
   state: ({ state }) => STATES.indexOf(state),
-  value: (summary) => valueOf(summary).value,
+  value: (summary) => finite(valueOf(summary).value),
   began: ({ began }) => began,
 };
 
@@ -44,6 +44,10 @@ export class List {
       const key = button.closest(".line").dataset.run;
       if (button.matches(".open")) asks.open(key);
       else if (button.matches(".edit")) asks.edit(key);
+      else if (button.matches(".more")) {
+        const isOpen = button.closest(".line").classList.toggle("acting");
+        button.setAttribute("aria-expanded", String(isOpen));
+      }
       else asks.hide(key, !this.isHidden(key));
     });
     for (const [kind, key] of [["mouseover", true], ["mouseleave", false], ["focusin", true], ["focusout", false]]) {
@@ -79,7 +83,7 @@ export class List {
   newLine(key) {
     const item = this.asks.template.content.firstElementChild.cloneNode(true);
     const find = (name) => item.querySelector(name);
-    const names = [".show", ".open", ".name", ".value", ".state", ".parameters", ".bar", ".bar i", ".edit", ".hide"];
+    const names = [".show", ".open", ".name", ".value", ".state", ".parameters", ".bar", ".bar i", ".edit", ".hide", ".more"];
     const parts = Object.fromEntries(names.map((name) => [name, find(name)]));
     item.dataset.run = key;
     this.lines.set(key, { item, parts });
@@ -108,7 +112,7 @@ export class List {
     const turn = element("turn").getAttribute("aria-pressed") === "true" ? -1 : 1;
     const lines = [...this.lines.values()];
     for (const line of lines) line.rank = FIELDS[by](line.summary);
-    lines.sort((one, other) => compare(one, other, turn));
+    lines.sort((one, other) => (by === "name" ? isUnderWay(other.summary) - isUnderWay(one.summary) : 0) || compare(one, other, turn));
     const { test, says } = parse(element("search").value, lines.map(({ searched }) => searched));
     const hidden = new Set(lines.filter(({ summary }) => this.asks.hidden.has(summary)));
     if (!hidden.size) this.showsHidden = false;
@@ -138,8 +142,9 @@ export class List {
     this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
     const all = `${grouped(listed.length)} runs`;
     write(element("of-value"), valueOf(lines[0]?.summary ?? { last: {} }).name);
-    const few = found.size || !listed.length ? "" : ". Nothing matches: empty the search to see all.";
-    write(element("count"), `${found.size === listed.length ? all : `${grouped(found.size)} of ${all}`}${says ? `. ${says}` : few}`);
+    const clears = found.size || !listed.length ? "" : "Empty the search to see all.";
+    const count = found.size === listed.length ? all : `${grouped(found.size)} of ${all}`;
+    write(element("count"), [count, [says, clears].filter(Boolean).join(" ")].filter(Boolean).join(". "));
     const states = new Map(STATES.map((state) => [state, 0]));
     for (const { summary } of listed) states.set(summary.state, (states.get(summary.state) ?? 0) + 1);
     write(element("states"), [...states].filter(([, many]) => many).map(([state, many]) => `${grouped(many)} ${state}`).join(" · "));
@@ -188,6 +193,7 @@ function show({ item, parts, summary }, varied) {
   write(parts[".name"], name);
   parts[".name"].title = path;
   parts[".edit"].setAttribute("aria-label", `Rename ${name}`);
+  parts[".more"].setAttribute("aria-label", `Rename or hide ${name}`);
   write(parts[".value"], shown.value === null ? "" : number(shown.value));
   parts[".value"].title = shown.name;
   const far = fraction !== null && fraction < 1 ? ` ${Math.floor(100 * fraction)} %` : "";
@@ -198,6 +204,10 @@ function show({ item, parts, summary }, varied) {
   parts[".show"].setAttribute("aria-label", `Draw ${name}`);
   parts[".bar"].classList.toggle("under-way", isUnderWay(summary) && fraction !== null);
   parts[".bar i"].style.transform = `scaleX(${fraction ?? 0})`;
+}
+
+function finite(value) {
+  return Number.isFinite(value) ? value : null;
 }
 
 // A float with the digits that tell runs apart; other values as they are. The title has all digits.

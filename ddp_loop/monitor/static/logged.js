@@ -87,7 +87,7 @@ export class Texts {
     if (letters > start.length) {
       body.textContent += "…";
       const more = html("button", { type: "button", textContent: `Show all ${grouped(letters)} letters` });
-      more.setAttribute("aria-label", `Show all of ${name}, step ${iteration}`);
+      more.setAttribute("aria-label", `${more.textContent} of ${name}, step ${iteration}`);
       more.addEventListener("click", () => this.open(item, body, more, number));
       item.append(more);
     }

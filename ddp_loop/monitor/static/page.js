@@ -2,12 +2,13 @@
 
 import { Card } from "./card.js";
 import { Curves } from "./curves.js";
+import { Header } from "./header.js";
 import { Legend } from "./legend.js";
 import { List } from "./list.js";
 import { Hidden, Naming } from "./naming.js";
 import * as tab from "./results.js";
 import { View } from "./view.js";
-import { write } from "./words.js";
+import { few, withNan } from "./words.js";
 import { Wire, takeToken } from "./wire.js";
 
 const element = (id) => document.getElementById(id);
@@ -18,10 +19,13 @@ const runs = new Map(); // key -> summary
 let opened = null; // the key of the card, of several runs
 let stopping = null; // the key of the dialog
 let results = null;
+let isVanished = false; // whether no folder that was shown is there
 const view = new View(() => ({
   runs: curves.isOwnChoice ? [...curves.chosen] : null, open: opened, tab: element("results").hidden ? "curves" : "results", zoom: curves.zoomed,
+  turned: [...curves.turned],
 }));
 
+const header = new Header({ open });
 const naming = new Naming({ wire, notice });
 const edit = (key) => naming.open(runs.get(key));
 const hidden = new Hidden();
@@ -44,8 +48,10 @@ const list = new List({
 
 function takeEvent(event) {
   const gone = event.all ? missing(event.runs) : event.removed;
+  const lost = gone.includes(opened) ? runs.get(opened) : null;
   for (const key of gone) runs.delete(key);
-  for (const summary of event.runs) runs.set(summary.key, summary);
+  for (const summary of event.runs) runs.set(summary.key, withNan(summary));
+  showVanished(event.folders, gone.length > 0, lost);
   const several = runs.size > 1;
   if (!several || !runs.has(opened)) opened = null;
   document.body.classList.toggle("several", several);
@@ -56,13 +62,13 @@ function takeEvent(event) {
   list.take(event.runs, gone);
   list.paint(curves);
   showCard(event.runs);
-  showTitle();
+  header.show(runs, event.folders);
   showTabs();
   if (asked?.tab === "results" && !element("tabs").hidden) choose("results");
 }
 
 // Shows the runs, the card and the part of the axis that the link asks for.
-function restore({ runs: keys, open: key, missing: names, zoom }) {
+function restore({ runs: keys, open: key, missing: names, zoom, turned, wrong }) {
   if (keys) curves.preselect(keys);
   if (key && runs.size > 1) {
     opened = key;
@@ -70,7 +76,19 @@ function restore({ runs: keys, open: key, missing: names, zoom }) {
   }
   curves.zoomed = zoom;
   element("whole").hidden = zoom === null;
-  if (names.length) notice(`The link names runs that are not here: ${names.join(", ")}.`);
+  curves.turned = new Set(turned);
+  const missing = names.length ? `The link names runs that are not here: ${few(names)}.` : "";
+  const unknown = wrong.length ? `The link asks for what the page does not have: ${few(wrong)}.` : "";
+  if (missing || unknown) notice(`${missing} ${unknown}`.trim());
+}
+
+// Says so where the folder, or the run of the open card, is gone.
+function showVanished(folders, hasLost, lost) {
+  const isEmpty = [...runs.values()].every(({ state }) => state === "missing" || state === "gone");
+  if (isEmpty && hasLost) notice(`${folders.join(", ")} was removed. Its runs appear here again when it is back.`);
+  else if (lost) notice(`${lost.name} is gone: its folder ${lost.folder} was removed.`);
+  else if (isVanished && !isEmpty) notice("");
+  isVanished = isEmpty;
 }
 
 function missing(summaries) {
@@ -106,18 +124,6 @@ function hide(key, on) {
   list.arrange();
   if (on && document.activeElement === document.body) element("show-hidden").focus(); // its line had the focus
   curves.hide(key, on);
-}
-
-function showTitle() {
-  if (runs.size > 1) {
-    const running = [...runs.values()].filter(({ state }) => state === "running" || state === "stopping").length;
-    document.title = `${running ? `${running} running · ` : ""}${runs.size} runs`;
-    write(element("unfold"), `Runs (${runs.size})`);
-    return;
-  }
-  const [first] = runs.values();
-  const far = first?.fraction === null || first === undefined ? "" : `${Math.floor(100 * first.fraction)} % `;
-  document.title = first ? `${far}${first.name} · ${first.state}` : "Runs";
 }
 
 // The curves that are drawn are others now.
@@ -207,7 +213,7 @@ function notice(text) {
 function showLink(link, why) {
   const words = { live: "live", lost: "connection lost, trying again…", refused: "not connected" };
   element("link").dataset.link = link;
-  write(element("link"), words[link]);
+  element("link").textContent = words[link];
   document.body.classList.toggle("stale", link !== "live");
   if (link === "refused") notice(why);
 }

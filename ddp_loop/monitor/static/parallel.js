@@ -3,8 +3,8 @@
 import { offer } from "./scatter.js";
 import { html, isFiniteNumber, mixed, ranksOf, scaleOf, svg } from "./trials.js";
 
-const TALL = 320, TOP = 44, BOTTOM = 28, SIDE = 50, APART = 88; // pixels
-const MOST_AXES = 12;
+const TALL = 320, TOP = 44, BOTTOM = 28, SIDE = 50, APART = 56; // pixels
+const MOST_AXES = 12, MANY = 5; // more than these take the whole width
 
 export class Parallel {
   // asks: brushed(), pick(key), isPicked(key)
@@ -65,7 +65,9 @@ export class Parallel {
       return;
     }
     const columns = [...varied.slice(0, MOST_AXES - 1), metric];
+    this.frame.closest(".pictures").classList.toggle("stacked", columns.length > MANY);
     const width = Math.max(wide, 2 * SIDE + APART * (columns.length - 1));
+    this.letters = Math.max(5, Math.floor((width - 2 * SIDE) / (columns.length - 1) / 7.5)); // of a title
     const sound = this.all.filter((trial) => !trial.isFailed);
     this.axes = columns.map((column, at) => ({
       column,
@@ -89,8 +91,10 @@ export class Parallel {
     this.canvas.replaceChildren(...this.lines.map(({ item }) => item), ...this.axes.map((axis) => this.axis(axis)));
     this.legend.replaceChildren(
       html("span", { textContent: `${metric.title}: best` }), html("i", { className: "ramp" }), html("span", { textContent: "worst" }));
-    const without = this.shown.filter((trial) => trial.isFailed || !isFiniteNumber(metric.of(trial))).length;
-    if (without) this.says.textContent = `${without} without a finite result are dashed, and left out of the scale of ${metric.title}.`;
+    const without = this.shown.filter((trial) => !isFiniteNumber(metric.of(trial))).length;
+    const failed = this.shown.filter((trial) => trial.isFailed && isFiniteNumber(metric.of(trial))).length;
+    const dashed = [without && `${without} without a finite result`, failed && `${failed} that failed`].filter(Boolean).join(" and ");
+    if (dashed) this.says.textContent = `${dashed}: dashed, and left out of the scale of ${metric.title}.`;
     if (varied.length >= MOST_AXES) this.says.textContent += ` ${varied.length - MOST_AXES + 1} more parameters are left out.`;
     this.paint();
   }
@@ -114,8 +118,9 @@ export class Parallel {
       "aria-label": `${column.title}: arrows move a range, Escape clears it` });
     group.append(svg("line", { class: "axis-line", x1: x, x2: x, y1: TOP, y2: TALL - BOTTOM }));
     const isLast = axis === this.axes.at(-1);
+    const letters = this.letters + ([5, -4][this.axes.length - 1 - this.axes.indexOf(axis)] ?? 0); // the last one has room
     group.append(svg("text", { class: "axis-title", x: isLast ? x + SIDE - 4 : x, y: 16, "text-anchor": isLast ? "end" : "middle" },
-      column.title.length > 15 ? `${column.title.slice(0, 14)}…` : column.title));
+      column.title.length > letters ? `${column.title.slice(0, letters - 1)}…` : column.title));
     for (const [place, label] of scale.ticks) {
       const y = this.y(place);
       group.append(svg("line", { class: "axis-line", x1: x - 4, x2: x, y1: y, y2: y }));

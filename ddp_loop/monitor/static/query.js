@@ -30,7 +30,7 @@ export class Searched {
   valuesOf(asked) {
     const name = asked.replace(EVALUATED, "evaluation."); // as `ddp_loop runs` has it
     const exact = this.names.get(name) ?? [];
-    if (exact.some((value) => value !== null)) return exact;
+    if (exact.some((value) => value !== null && !Number.isNaN(value))) return exact;
     const kind = name.startsWith(BEST) ? BEST : "", end = `.${name.slice(kind.length)}`;
     const further = [...this.names].filter(([one]) => one.startsWith(BEST) === (kind === BEST) && one.endsWith(end));
     return [...exact, ...further.flatMap(([, values]) => values)];

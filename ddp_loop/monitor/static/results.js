@@ -15,8 +15,9 @@ import { Trial, columnsOf, compareValues, html } from "./trials.js";
 import { grouped, write } from "./words.js";
 
 const MOST_NOTE = 500;
-const WIDTHS = new Map([["name", 130], ["parameter", 96], ["status", 104], ["metric", 96], ["measure", 76], ["note", 220]]);
+const WIDTHS = new Map([["parameter", 96], ["status", 104], ["metric", 96], ["measure", 76], ["note", 220]]);
 const LETTER = 9, MOST_WIDTH = 180; // pixels: of a letter of a title, of a column that grows with its title
+const NAME = 130, BESIDE = 42; // pixels: of the column of names at least, and in it beside a name
 const PICTURES_MS = 120; // after the last key of the filter
 
 export class Results {
@@ -94,6 +95,7 @@ export class Results {
       changed.push(key);
     }
     this.setColumns();
+    this.setWidths();
     for (const key of changed) this.fill(key);
     this.sweeps.refresh();
     this.matrix.refresh(this.trials);
@@ -113,15 +115,28 @@ export class Results {
       id === this.columns[at].id && title === this.columns[at].title);
     this.columns = columns;
     if (isSame) return;
-    const widths = [40, ...columns.map(widthOf), 130];
-    const sizes = widths.map((wide, at) => (columns[at - 1]?.id === "note" ? `minmax(${wide}px, 1fr)` : `${wide}px`));
-    this.table.style.setProperty("--columns", sizes.join(" "));
-    this.table.style.minWidth = `max(100%, ${widths.reduce((sum, wide) => sum + wide, 0)}px)`;
-    const [pick, acts] = ["pick-cell", "acts"].map((name) => withRole("columnheader", html("th", { className: name })));
+    this.wide = 0;
+    const [pick, acts] = [["pick-cell", "Pick"], ["acts", "Actions"]].map(([className, textContent]) =>
+      withRole("columnheader", html("th", { className, textContent })));
     this.head.replaceChildren(pick, ...columns.map((column) => this.headOf(column)), acts);
     this.rows.clear();
     for (const key of this.trials.keys()) this.fill(key);
     this.body.replaceChildren();
+  }
+
+  // Names are whole where they fit.
+  setWidths() {
+    const pen = document.createElement("canvas").getContext("2d");
+    const { fontWeight, fontSize, fontFamily } = getComputedStyle(this.head.querySelector(".sort"));
+    pen.font = `${fontWeight} ${fontSize} ${fontFamily}`;
+    const wide = Math.ceil(Math.max(NAME, ...[...this.trials.values()].map(({ name }) => BESIDE + pen.measureText(name).width)));
+    if (wide === this.wide) return;
+    this.wide = wide;
+    const name = `clamp(${NAME}px, ${wide}px, 40vw)`;
+    const sizes = ["48px", ...this.columns.map((column) => (column.id === "name" ? name : `${widthOf(column)}px`)), "130px"];
+    this.table.style.minWidth = `max(100%, ${sizes.join(" + ")})`;
+    const note = 1 + this.columns.findIndex(({ id }) => id === "note");
+    this.table.style.setProperty("--columns", sizes.with(note, `minmax(${sizes[note]}, 1fr)`).join(" "));
   }
 
   headOf({ id, title, kind }) {
@@ -146,7 +161,10 @@ export class Results {
       const text = column.id === "note" ? (this.notes.get(key) ?? trial.summary.note ?? "") : column.says(trial);
       write(place, text);
       if (place.title !== text) place.title = text;
-      if (column.id === "note") place.classList.toggle("empty", !text);
+      if (column.id === "note") {
+        place.classList.toggle("empty", !text);
+        place.setAttribute("aria-label", `Note on ${trial.name}${text ? `: ${text}` : ""}`);
+      }
       if (column.id === "status") place.title = trial.why || trial.summary.says;
     });
     row.line.dataset.state = trial.status;
@@ -164,7 +182,6 @@ export class Results {
       const cell = withRole("cell", html("td", { className: id === "status" ? "status state" : kind }));
       if (id !== "name" && id !== "note") return cell;
       const button = html("button", { type: "button", className: id === "name" ? "open-run" : "edit-note" });
-      if (id === "note") button.setAttribute("aria-label", `Note on ${trial.name}`);
       cell.append(...(id === "name" ? [swatch, button] : [button]));
       return button;
     });
@@ -201,7 +218,8 @@ export class Results {
     }
     if (!this.editing) this.place(this.shown.map(({ key }) => this.rows.get(key).line));
     const all = `${grouped(this.trials.size)} runs`;
-    write(this.count, this.shown.length === this.trials.size ? all : `${grouped(this.shown.length)} of ${all}`);
+    const clears = this.shown.length ? "" : ". Empty the filter, the search and the ranges to see all.";
+    write(this.count, this.shown.length === this.trials.size ? all : `${grouped(this.shown.length)} of ${all}${clears}`);
     clearTimeout(this.later);
     this.found = found;
     this.later = setTimeout(() => this.draw(), PICTURES_MS);
@@ -230,7 +248,8 @@ export class Results {
     if (isObjective) return objective.direction === "maximize";
     for (const { best, last } of this.trials.values()) {
       const name = column.id.replace(/^(last|best) /, "");
-      if (best.has(name) && last.has(name) && best.get(name) !== last.get(name)) return best.get(name) > last.get(name);
+      const [first, second] = [best.get(name), last.get(name)];
+      if (first < second || first > second) return first > second;
     }
     return false;
   }

@@ -85,7 +85,7 @@ export class Scatter {
     const paint = painter(colour, this.trials);
     const parts = [...frame(area, across, up, x.title, y.title, strip)];
     this.marks = [];
-    let unplaced = 0;
+    let unplaced = 0, without = 0, below = 0;
     for (const trial of this.trials) {
       const place = across.at(x.of(trial)), height = up.at(y.of(trial));
       if (place === null) {
@@ -93,6 +93,8 @@ export class Scatter {
         continue;
       }
       const left = area.left + place * (area.right - area.left) + (across.kind === "category" ? spread(trial.key) * 14 : 0);
+      if (height === null && isFiniteNumber(y.of(trial))) below += 1;
+      else if (height === null) without += 1;
       const clipped = height === null ? null : Math.min(1, Math.max(0, height));
       const top = clipped === null ? area.bottom + strip / 2 + 2 : area.bottom - clipped * (area.bottom - area.top);
       const isCross = trial.isFailed || clipped !== height || clipped === null;
@@ -107,7 +109,8 @@ export class Scatter {
     this.canvas.replaceChildren(...others, ...picked, this.ring);
     this.legend.replaceChildren(...paint.legend());
     const told = [];
-    if (missing.length - unplaced > 0) told.push(`${missing.length} without a finite ${y.title}: on the lower edge.`);
+    if (without) told.push(`${without} without a finite ${y.title}: on the lower edge.`);
+    if (below) told.push(`${below} below the logarithmic scale: on the lower edge.`);
     if (unplaced) told.push(`${unplaced} without ${x.title}: left out.`);
     if (basis !== this.trials && basis.length < this.trials.length) told.push("Crosses failed; the scale leaves them out.");
     this.says.textContent = told.join(" ");

@@ -22,7 +22,7 @@ export class Trial {
     this.status = summary.state;
     this.name = summary.name;
     this.why = summary.trial?.why ?? "";
-    this.value = summary.trial?.value ?? null;
+    this.value = summary.trial?.value ?? (this.status === "not finite" ? NaN : null);
     this.isFailed = FAILED.has(this.status);
     this.canAgain = summary.trial?.can_again ?? false;
     this.searched = new Searched(summary);
@@ -45,15 +45,15 @@ export function columnsOf(trials) {
   const loss = metrics.delete("loss");
   return [
     column("name", "Trial", "name", (trial) => trial.name),
-    ...[...parameters].map((name) => column(`parameter ${name}`, name, "parameter", (trial) => trial.parameters.get(name))),
-    column("status", "Status", "status", (trial) => trial.status, statusOf),
     ...(hasValue ? [column("value", objective ? `Objective: ${objective}` : "Objective", "metric", (trial) => trial.value)] : []),
     ...(loss ? [
-      column("last loss", "loss", "metric", (trial) => trial.last.get("loss") ?? null),
       column("best loss", "best loss", "metric", (trial) => trial.best.get("loss") ?? null),
+      column("last loss", "loss", "metric", (trial) => trial.last.get("loss") ?? null),
     ] : []),
     ...[...metrics].slice(0, MOST_METRICS).map((name) =>
       column(`last ${name}`, titled(name), "metric", (trial) => trial.last.get(name) ?? null)),
+    column("status", "Status", "status", (trial) => trial.status, statusOf),
+    ...[...parameters].map((name) => column(`parameter ${name}`, name, "parameter", (trial) => trial.parameters.get(name))),
     column("time", "Time", "measure", (trial) => trial.summary.elapsed_s, (trial) => duration(trial.summary.elapsed_s)),
     column("steps", "Steps", "measure", (trial) => trial.summary.iteration),
     column("note", "Note", "note", (trial) => trial.summary.note ?? ""),
@@ -81,7 +81,7 @@ export function isFiniteNumber(value) {
 
 // Orders two values; those that are missing come last, in both directions.
 export function compareValues(one, other, turn) {
-  const [no, nor] = [one, other].map((value) => value === null || value === undefined || value === "");
+  const [no, nor] = [one, other].map((value) => value === null || value === undefined || value === "" || Number.isNaN(value));
   if (no || nor) return no - nor;
   if (typeof one === "number" && typeof other === "number") return turn * (one - other);
   if (typeof one === "number" || typeof other === "number") return typeof one === "number" ? -1 : 1;
@@ -90,7 +90,7 @@ export function compareValues(one, other, turn) {
 
 // A scale over the values of an axis: {at(value)} from 0 to 1 or null, {ticks}: [value's place, label].
 export function scaleOf(values, isLog) {
-  const given = values.filter((value) => value !== null && value !== undefined);
+  const given = values.filter((value) => value !== null && value !== undefined && !Number.isNaN(value));
   if (!given.length) return { kind: "none", at: () => null, ticks: [] };
   if (given.every(isFiniteNumber)) return numeric(given, isLog);
   const names = [...new Set(given.map(String))].sort(byName);

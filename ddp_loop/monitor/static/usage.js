@@ -1,16 +1,15 @@
-// Processor, memory and GPU of a run's ranks: a small chart for each measure, with a line for each rank.
+// Processor, memory and GPU of a run's ranks: a chart for each measure, with a line for each rank.
 
-import { colour } from "./charts.js";
-import { html } from "./trials.js";
-import { duration, memory, number } from "./words.js";
+import { Chart, colour } from "./charts.js";
+import { memory, number } from "./words.js";
 
-const uPlot = globalThis.uPlot;
 const BETWEEN_MS = 5000; // ranks write a line every 5 s
-const HEIGHT = 130, COLOURS = 20, NAMED = 8; // pixels; colours in page.css; ranks with their values above a chart
+const COLOURS = 20; // in page.css
+const percent = (value) => `${number(Math.round(value))} %`;
 const MEASURES = [
-  ["processor_percent", "Processor, % of one core", (value) => `${number(Math.round(value))} %`],
+  ["processor_percent", "Processor, % of one core", percent],
   ["memory_mib", "Memory", memory],
-  ["gpu_percent", "GPU, %", (value) => `${number(Math.round(value))} %`],
+  ["gpu_percent", "GPU, %", percent],
   ["gpu_memory_mib", "GPU memory", memory],
 ];
 
@@ -20,9 +19,8 @@ export class Usage {
     this.asks = asks;
     this.key = null;
     this.place = place;
-    this.charts = new Map(); // measure -> {figure, holder, values, plot, form}
-    this.sizes = new ResizeObserver(() => this.fit());
-    this.sizes.observe(place);
+    this.charts = new Map(); // measure -> Chart
+    this.ranks = [];
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
@@ -42,9 +40,8 @@ export class Usage {
   }
 
   clear() {
-    for (const { plot } of this.charts.values()) plot?.destroy();
+    for (const chart of this.charts.values()) chart.remove();
     this.charts.clear();
-    this.place.replaceChildren();
     this.ranks = [];
   }
 
@@ -71,73 +68,31 @@ export class Usage {
 
   draw() {
     for (const [measure, title, says] of MEASURES) {
-      const ranks = this.ranks.filter((rank) => rank[measure]);
-      if (!ranks.length) continue;
-      let chart = this.charts.get(measure);
-      if (!chart) {
-        const values = html("span", { className: "values" }), holder = html("div", { className: "plot" });
-        const head = html("figcaption", {}, html("span", { className: "title", textContent: title }), values);
-        chart = { values, holder, figure: html("figure", { className: "usage-chart" }, head, holder), form: "" };
-        chart.figure.dataset.measure = measure;
-        this.charts.set(measure, chart);
-        this.place.append(chart.figure);
-      }
-      this.drawOne(chart, ranks, measure, says);
+      const lines = this.ranks.filter((rank) => rank[measure]).map((rank) => lineOf(measure, rank));
+      if (lines.length) this.chart(measure, { title, says }).show(lines, { log: false, axis: "time", marks: false });
     }
   }
 
-  drawOne(chart, ranks, measure, says) {
-    const data = uPlot.join(ranks.map((rank) => [rank.elapsed_s, rank[measure]]));
-    const colours = ranks.map(({ rank }) => colour(`--run-${rank % COLOURS}`));
-    const form = JSON.stringify([colours, colour("--line")]);
-    if (form !== chart.form) {
-      chart.form = form;
-      chart.plot?.destroy();
-      chart.plot = new uPlot(options(chart.holder.clientWidth || 280, colours, says), data, chart.holder);
-    } else {
-      chart.plot.setData(data);
+  chart(measure, how) {
+    if (!this.charts.has(measure)) {
+      let pointed = null;
+      const point = (key) => {
+        if (key === pointed) return;
+        pointed = key;
+        chart.tell();
+      };
+      const asks = { zoom() {}, view: () => null, point, pointed: () => pointed };
+      const chart = new Chart(measure, document.getElementById("chart"), asks, { ...how, what: "ranks" });
+      this.charts.set(measure, chart);
+      this.place.append(chart.figure);
+      chart.isNear = true;
     }
-    const tell = () => {
-      const at = chart.plot?.cursor.idx ?? data[0].length - 1;
-      const parts = ranks.slice(0, NAMED).map(({ rank }, line) => {
-        const value = valueAt(data[line + 1], at);
-        const part = html("span", { className: "line", textContent: `rank ${rank}: ${value === null ? "–" : says(value)}` });
-        part.style.setProperty("--run", colours[line]);
-        return part;
-      });
-      if (ranks.length > NAMED) parts.push(html("span", { textContent: `and ${ranks.length - NAMED} more ranks` }));
-      chart.values.replaceChildren(...parts, html("span", { className: "step", textContent: duration(data[0][at] ?? 0) }));
-    };
-    chart.plot.tell = tell;
-    chart.figure.dataset.points = String(data[0].length);
-    tell();
-  }
-
-  fit() {
-    for (const { plot, holder } of this.charts.values()) {
-      const width = holder.clientWidth;
-      if (plot && width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
-    }
+    return this.charts.get(measure);
   }
 }
 
-function valueAt(values, at) {
-  let place = at;
-  while (place >= 0 && (values[place] === undefined || values[place] === null)) place -= 1;
-  return place < 0 ? null : values[place];
-}
-
-function options(width, colours, says) {
-  const axis = { stroke: colour("--quiet"), font: "11px system-ui, sans-serif", ticks: { show: false } };
-  return {
-    width, height: HEIGHT, legend: { show: false }, padding: [6, 14, 0, 0],
-    cursor: { y: false, drag: { x: false, y: false }, points: { size: 5 } },
-    scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(1, 1.05 * (high ?? 1))] } },
-    axes: [
-      { ...axis, grid: { show: false }, size: 24, values: (_, ticks) => ticks.map(duration) },
-      { ...axis, grid: { stroke: colour("--line"), width: 1 }, size: 64, values: (_, ticks) => ticks.map(says) },
-    ],
-    series: [{}, ...colours.map((stroke) => ({ stroke, width: 1.5, spanGaps: true, points: { show: false } }))],
-    hooks: { setCursor: [(plot) => plot.tell?.()] },
-  };
+// The use of a rank, as a chart has the curves of a run.
+function lineOf(measure, { rank, elapsed_s: x, [measure]: values }) {
+  const curves = { axis: "time", x, steps: x, curves: { [measure]: values } };
+  return { key: rank, name: `rank ${rank}`, colour: colour(`--run-${rank % COLOURS}`), dash: [], parts: new Map([[measure, { curves }]]) };
 }

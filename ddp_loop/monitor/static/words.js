@@ -1,7 +1,8 @@
 // The format of numbers and times, and what a run is judged by.
 
 export function number(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === null || value === undefined) return "–";
+  if (Number.isNaN(value)) return "nan";
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
@@ -44,6 +45,7 @@ export function named(name) {
   return name.replaceAll("_", " ").split("/").pop();
 }
 
+const MOST_NAMES = 5; // in a message
 const PARTS = /(\d+(?:\.\d+)?(?:e[+-]?\d+)?)/i;
 const collator = new Intl.Collator("en");
 
@@ -63,10 +65,28 @@ export function valueOf({ trial, last }) {
   return { name, value: trial?.value ?? (Object.hasOwn(last, name) ? last[name] : null) };
 }
 
+// A summary in which a last value that is not finite, which JSON cannot have, is NaN.
+export function withNan(summary) {
+  for (const [name, value] of Object.entries(summary.last)) summary.last[name] = value ?? NaN;
+  return summary;
+}
+
+// Some names as a text that has an end.
+export function few(names) {
+  const rest = names.length - MOST_NAMES;
+  return `${names.slice(0, MOST_NAMES).join(", ")}${rest > 0 ? ` and ${grouped(rest)} more` : ""}`;
+}
+
 export function isUnderWay({ state }) {
   return ["running", "stopping"].includes(state);
 }
 
 export function write(place, text) {
   if (place.textContent !== text) place.textContent = text;
+}
+
+// Says on a button what it does, and to those who hear the page to what.
+export function label(button, text, name) {
+  write(button, text);
+  button.setAttribute("aria-label", `${text} ${name}`);
 }
