@@ -136,7 +136,8 @@ def _about_sweep(folder: Path) -> list[str]:
     if sweep is None:
         return []
     name = short_name(str(sweep.get("name", folder.name)))
-    return [f"Sweep {name}: objective {short(sweep.get('objective'))}, {short(sweep.get('direction'))}"]
+    objective = sweep.get("objective") or "evaluated loss or loss"
+    return [f"Sweep {name}: objective {short(objective)}, {short(sweep.get('direction'))}"]
 
 
 def _common_line(table: RunTable, width: int | None) -> list[str]:
@@ -218,7 +219,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         raise ValueError(f"There is no run below {folder}: no folder with a run.json or a trial.json. Check its path.")
     sweep = read_json(folder / SWEEP)
     if sweep is not None and by is None:
-        best = _best_trial(records, str(sweep.get("objective")), lower=sweep.get("direction") != "maximize")
+        best = _best_trial(records, lower=sweep.get("direction") != "maximize")
         missing = "No trial is done with a value."
     else:
         best = _best_by(records, by, highest=highest)
@@ -230,12 +231,12 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     return True
 
 
-def _best_trial(records: Sequence[RunRecord], objective: str, *, lower: bool) -> _Best | None:
+def _best_trial(records: Sequence[RunRecord], *, lower: bool) -> _Best | None:
     found = [(one.value, one) for one in records if one.value is not None and one.state == "done"]
     if not found:
         return None
     value, record = min(found, key=lambda pair: pair[0] if lower else -pair[0])
-    return _Best(record, objective, value, None, lower, len(found))
+    return _Best(record, record.objective or "value", value, None, lower, len(found))
 
 
 def _best_by(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> _Best | None:

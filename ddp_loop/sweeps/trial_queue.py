@@ -48,11 +48,13 @@ class Ending:
         status: one of these.
         value: of the objective, if there is one.
         why: the reason in words.
+        objective: what the value is of, such as "loss" or "evaluation.loss".
     """
 
     status: str
     value: float | None = None
     why: str | None = None
+    objective: str | None = None
 
 
 @dataclass(frozen=True)

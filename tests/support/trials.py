@@ -108,6 +108,13 @@ def trivial(x: int, run_dir: str) -> float:
     return float(x)
 
 
+def writes(x: float, run_dir: str) -> None:
+    """A training loss of 5, and an evaluated one of x if that is positive."""
+    _append(Path(run_dir) / "rows.jsonl", '{"iteration": 1, "loss": 5.0}\n')
+    if x > 0:
+        _append(Path(run_dir) / "evaluations.jsonl", json.dumps({"iteration": 1, "loss": x}) + "\n")
+
+
 def named(x: int, run_dir: str) -> dict[str, float]:
     """Several numbers by name."""
     return {"accuracy": float(x), "losses": 1.0}

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import ddp_loop as dl
-from ddp_loop.sweeps.plan import study_name
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import MOMENT_S, until
 from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
@@ -110,7 +109,7 @@ def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: s
 
 def check(folder: Path, undisturbed: list[list[str]]) -> None:
     """No trial ran twice or was lost, each has its bits, and no update in a checkpoint was made again."""
-    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", study_name(folder), beat_s=1, grace_s=3)
+    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", folder.name, beat_s=1, grace_s=3)
     ended = [one for one in queue._attempts() if one.ending is not None]
     queue.close()
     assert sorted(one.trial for one in ended) == list(range(len(RATES)))
