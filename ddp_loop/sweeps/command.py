@@ -20,7 +20,6 @@ from ddp_loop.sweeps.space import OBJECT, nearest
 from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
 from ddp_loop.sweeps.sweep_folder import forget_stop, read_sweep
 
-OTHERS = ("script", "function", "arguments", "keywords", "folder", "slots", "storage", "space", "points")
 KINDS: dict[str, tuple[type, str]] = {
     "script": (str, "a text"),
     "function": (str, "a text"),
@@ -31,6 +30,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "space": (dict, "a table"),
     "points": (list, "a list of tables, [[points]]"),
 }  # the others are checked as those of `sweep`
+KNOWN = (*USUAL, *KINDS, "slots")
 HIDDEN = ":***@"  # where a URL had its password
 
 
@@ -210,8 +210,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}.") from error
     for name in given:
-        if name not in (*USUAL, *OTHERS):
-            raise ValueError(f"{path} has an unknown key {name!r}. {nearest(name, (*USUAL, *OTHERS))}".rstrip())
+        if name not in KNOWN:
+            raise ValueError(f"{path} has an unknown key {name!r}. {nearest(name, KNOWN)}".rstrip())
         kind, described = KINDS.get(name, (object, ""))
         if not isinstance(given[name], kind):
             raise ValueError(f"{name} must be {described}. {path} has {given[name]!r}.")

@@ -87,7 +87,7 @@ def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
         raise ValueError(f"time_limit_s must be positive, or None for no limit. Got {limit_s!r}.")
     sampler = facts["sampler"]
     points = make_space(space, sampler, facts["trials"], facts["seed"])
-    job.check(points.names)
+    job.check(list(points.distributions))
     sampler_of = partial(make_sampler, sampler, facts["seed"])
     pruner = make_pruner(facts["pruner"])
     if sampler not in (None, *SAMPLERS) or facts["pruner"] not in (None, *PRUNERS):

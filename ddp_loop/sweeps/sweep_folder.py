@@ -219,12 +219,8 @@ def requests_of(folder: Path) -> Iterator[dict[Path, list[int]]]:
         yield {}
         return
     with closing(lock):
-        yield _read_requests(folder)
-
-
-def _read_requests(folder: Path) -> dict[Path, list[int]]:
-    found: dict[Path, list[int]] = {}
-    for path in sorted((folder / AGAIN).glob("*.json")):
-        listed = (read_json(path) or {}).get("trials")
-        found[path] = [one for one in listed if type(one) is int] if isinstance(listed, list) else []
-    return found
+        found = {path: (read_json(path) or {}).get("trials") for path in sorted((folder / AGAIN).glob("*.json"))}
+        yield {
+            path: [one for one in listed if type(one) is int] if isinstance(listed, list) else []
+            for path, listed in found.items()
+        }

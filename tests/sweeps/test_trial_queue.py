@@ -151,7 +151,7 @@ def test_of_two_attempts_with_one_number_only_the_first_is_taken(queue: TrialQue
     claim = claimed(queue)
     queue.end(claim, None)
     first = next(one for one in queue._frozen("WAITING") if one.user_attrs["attempt"] == 2)
-    queue._add(0, 2, (first.params, first.distributions), {"parameters": {"x": 0}})  # as another worker does
+    queue._add(0, 2, first.params, first.distributions, {"parameters": {"x": 0}})  # as another worker does
     taken = take_all(queue, "one", space_of(4))
     assert sorted(taken) == [(0, 2), (1, 1), (2, 1), (3, 1)]
 
@@ -159,7 +159,7 @@ def test_of_two_attempts_with_one_number_only_the_first_is_taken(queue: TrialQue
 def test_a_trial_that_was_added_twice_runs_once(queue: TrialQueue) -> None:
     """Its storage had it, but the answer was lost, and the call was repeated."""
     first = queue._frozen("WAITING")[0]
-    queue._add(0, 1, (first.params, first.distributions), {"parameters": {"x": 0}})
+    queue._add(0, 1, first.params, first.distributions, {"parameters": {"x": 0}})
     assert take_all(queue, "one", space_of(4)) == [(trial, 1) for trial in range(4)]
 
 
