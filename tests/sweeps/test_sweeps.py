@@ -71,20 +71,6 @@ def test_trials_of_two_ranks_on_two_slots_run_one_at_a_time(pool: Pool, tmp_path
         assert final(one.folder) == alone(pool, 2, tmp_path / f"alone-{one.trial}", **one.parameters)
 
 
-@pytest.mark.slow
-@pytest.mark.covers("F1", "G1", "G2")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_twelve_trials_in_new_processes(ranks: int, pool: Pool, tmp_path: Path) -> None:
-    space = {"rate": [0.1, 0.02, 0.004, 0.001], "width": [2, 3, 5]}
-    keywords = {"steps": 30, "first_two": "together" if ranks == 1 else ""}
-    results = sweep(train, space, tmp_path / "sweep", slots=2, ranks=ranks, keywords=keywords)
-    assert [one.status for one in results] == ["done"] * 12
-    assert most_at_once(intervals(tmp_path / "sweep")) == 2 // ranks
-    for one in results:
-        run = tmp_path / f"alone-{one.trial}"
-        assert final(one.folder) == alone(pool, ranks, run, steps=30, **one.parameters)
-
-
 @pytest.mark.usefixtures("warm")
 def test_results_do_not_depend_on_the_order_in_which_trials_end(tmp_path: Path) -> None:
     points = [{"rate": 0.1, "steps": steps} for steps in (9, 1, 1, 1)]

@@ -63,7 +63,7 @@ def in_a_thread(function: Callable[[], object]) -> Iterator[None]:
 
 
 def update_of(folder: Path, number: int, least: int = 3) -> bool:
-    return len(updates(folder / "trials" / f"{number:04d}")) >= least
+    return len(updates(trial_folder(folder, number))) >= least
 
 
 @pytest.mark.covers("F3")
@@ -107,30 +107,9 @@ def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) 
     returned: list[list[dl.TrialResult]] = []
     with in_a_thread(lambda: returned.append(sweep(train, points, folder, slots=2))):
         until(lambda: update_of(folder, 0), "updates of trial 0")
-        (folder / "trials" / "0000" / "stop").write_text("the page")
+        (trial_folder(folder, 0) / "stop").write_text("the page")
     assert [(one.status, one.why) for one in returned[0]] == [("stopped", "the page"), ("done", None)]
     assert sweep(train, points, folder, slots=2) == returned[0]
-
-
-@pytest.mark.covers("G5")
-@pytest.mark.usefixtures("warm")
-@pytest.mark.slow
-def test_a_stopped_sweep_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    folder, alone = tmp_path / "s", tmp_path / "alone"
-    points = [{"rate": rate, "steps": 300, "save_every": 100} for rate in (0.1, 0.05, 0.02, 0.01)]
-    undisturbed = sweep(train, points, alone, slots=2)
-    returned: list[list[dl.TrialResult]] = []
-    with in_a_thread(lambda: returned.append(sweep(train, points, folder, slots=2))):
-        until(lambda: update_of(folder, 0), "updates")
-        (folder / "stop").write_text("the test")
-    statuses = [one.status for one in returned[0]]
-    assert "waiting" in statuses
-    assert set(statuses) <= {"waiting", "done"}
-    assert trial(folder, statuses.index("waiting"))["status"] in ("interrupted", "waiting")
-    assert [one.status for one in sweep(train, points, folder, slots=2)] == ["done"] * 4
-    for one, other in zip(undisturbed, returned[0], strict=True):
-        assert updates(other.folder) == list(range(1, 301))  # none twice
-        assert final(one.folder) == final(other.folder)
 
 
 @pytest.fixture
