@@ -429,12 +429,12 @@ def _verify(options: argparse.Namespace) -> bool:
 
 def _profile(options: argparse.Namespace) -> bool:
     from ddp_loop.accelerators import gpu_count
-    from ddp_loop.profiling import CannotProfile, ProfileJob, profile
+    from ddp_loop.profiling import CannotProfile, profile
 
     if not options.script.is_file():
         raise CannotProfile(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
     ranks = options.ranks or gpu_count() or 2
-    profile(ProfileJob(options.script, ranks, options.arguments, options.steps, options.trace), _say)
+    profile(options.script, ranks, options.arguments, _say, steps=options.steps, traces=options.trace)
     return True
 
 

@@ -29,12 +29,9 @@ _PROBE = 2**18
 _MOST = 2**28
 _LEAST_S = 0.3  # bytes of a first try, most bytes, and seconds to send
 _BLOCK = bytes(2**18)
-_COMMAND = struct.Struct("!cQ")
+_SIZES = struct.Struct("!QQ")  # of what follows, and of what is asked for
 _TIME = struct.Struct("!d")
 _HELLO = struct.Struct("!32sI")
-_PING = b"p"
-_TAKE = b"t"
-_GIVE = b"g"
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Listener:
                 self._threads[-1].start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, EOFError):
+        with connection, suppress(OSError, struct.error):
             connection.settimeout(CONNECT_S)
             if _receive(connection, _HELLO.size) != self._hello:
                 return
@@ -113,11 +110,9 @@ class Listener:
             connection.settimeout(None)  # until the other rank, or this one, closes it
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
-                command, size = _COMMAND.unpack(_receive(connection, _COMMAND.size))
-                if command == _TAKE:
-                    _discard(connection, size)
-                if command == _GIVE:
-                    _send(connection, size)
+                there, back = _SIZES.unpack(_receive(connection, _SIZES.size))
+                _discard(connection, there)
+                _send(connection, back)
                 connection.sendall(_TIME.pack(time.time()))
 
     def close(self) -> None:
@@ -146,9 +141,6 @@ def connect(address: tuple[str, int], rank: int, token: str) -> socket.socket:
         connection.settimeout(_ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
-    except EOFError:
-        connection.close()
-        raise ConnectionError("another process listens there") from None
     except BaseException:
         connection.close()
         raise
@@ -179,25 +171,25 @@ def measure(connection: socket.socket) -> Link:
     """Measure a connection made by `connect`; some 0.7 s, more only if it carries less than 7 Mbit/s.
 
     Raises:
-        OSError, EOFError: it ended, or carries less than 0.1 Mbit/s.
+        OSError, struct.error: it ended, or carries less than 0.1 Mbit/s.
     """
     trips = []
     for _ in range(_ROUND_TRIPS):
         began = time.perf_counter()
         began_at = time.time()
-        other_at = _ask(connection, _PING, 0)
+        other_at = _ask(connection)
         trip_s = time.perf_counter() - began
         trips.append((trip_s, other_at - began_at - trip_s / 2))
     trip_s, clock_s = min(trips)
-    return Link(trip_s, _rate(connection, _TAKE, trip_s), _rate(connection, _GIVE, trip_s), clock_s)
+    return Link(trip_s, _rate(connection, "there", trip_s), _rate(connection, "back", trip_s), clock_s)
 
 
-def _rate(connection: socket.socket, command: bytes, trip_s: float) -> float:
+def _rate(connection: socket.socket, way: str, trip_s: float) -> float:
     """Bits in a second: those of a first try, or of enough bytes to take 0.3 s."""
 
     def timed(size: int) -> float:
         began = time.perf_counter()
-        _ask(connection, command, size)
+        _ask(connection, **{way: size})
         return 8 * size / max(time.perf_counter() - began - trip_s, 1e-6)
 
     first = timed(_PROBE)
@@ -205,13 +197,11 @@ def _rate(connection: socket.socket, command: bytes, trip_s: float) -> float:
     return timed(min(enough, _MOST)) if enough > _PROBE else first
 
 
-def _ask(connection: socket.socket, command: bytes, size: int) -> float:
-    """Send a command and its bytes; returns the other rank's time after it did it."""
-    connection.sendall(_COMMAND.pack(command, size))
-    if command == _TAKE:
-        _send(connection, size)
-    if command == _GIVE:
-        _discard(connection, size)
+def _ask(connection: socket.socket, there: int = 0, back: int = 0) -> float:
+    """Send some bytes and ask for others; returns the other rank's time after it sent them."""
+    connection.sendall(_SIZES.pack(there, back))
+    _send(connection, there)
+    _discard(connection, back)
     at: float = _TIME.unpack(_receive(connection, _TIME.size))[0]
     return at
 
@@ -226,16 +216,14 @@ def _discard(connection: socket.socket, size: int) -> None:
     while size:
         found = connection.recv_into(room[: min(size, len(room))])
         if not found:
-            raise EOFError
+            raise ConnectionAbortedError("the other rank has ended")
         size -= found
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or fewer if it ended."""
     found = b""
-    while len(found) < size:
-        part = connection.recv(size - len(found))
-        if not part:
-            raise EOFError
+    while len(found) < size and (part := connection.recv(size - len(found))):
         found += part
     return found
 
@@ -272,7 +260,7 @@ def measure_rounds(
             if one == rank and other in connections:
                 try:
                     found[other] = measure(connections[other])
-                except (OSError, EOFError):
+                except (OSError, struct.error):
                     found[other] = Link(0.0, 0.0, 0.0, 0.0)
         meet(number)
     return found

@@ -35,7 +35,7 @@ class Findings:
 
     Attributes:
         size: the number of ranks.
-        facts: by rank, of those that came.
+        facts: of the ranks that came, in rank order.
         unreachable: why one rank does not reach another one.
         links: between the first ranks of two hosts.
         no_run_folder: the ranks that do not see the file which rank 0 wrote to the run folder.
@@ -51,16 +51,12 @@ class Findings:
     problem: str = ""
     timeout_s: float = 60.0
 
-    def in_order(self) -> list[Facts]:
-        """The facts of each rank that came, in rank order."""
-        return [self.facts[rank] for rank in sorted(self.facts)]
-
     def leaders(self) -> list[int]:
         """The first rank of each machine."""
         first: dict[str, int] = {}
-        for rank in sorted(self.facts):
-            first.setdefault(self.facts[rank].machine, rank)
-        return sorted(first.values())
+        for rank, one in self.facts.items():
+            first.setdefault(one.machine, rank)
+        return list(first.values())
 
     def host(self, rank: int) -> str:
         """The name of a rank's machine; with its address where another machine has the same name."""
@@ -76,15 +72,16 @@ class Findings:
 
 def table(found: Findings) -> list[str]:
     """The facts, one rank a line, and the links, one pair of hosts a line."""
-    every = found.in_order()
-    versions = list(dict.fromkeys(name for one in every for name in one.versions))
-    digests = list(dict.fromkeys(name for one in every for name in one.digests))
-    rows = [["rank", "host", "address", *versions, *digests, "free disk", "GPUs"]]
+    every = found.facts.values()
+    names = dict.fromkeys([name for kind in ("versions", "digests") for one in every for name in getattr(one, kind)])
+    rows = [["rank", "host", "address", *names, "free disk", "GPUs"]]
     for one in every:
         address = f"{one.address[0]}:{one.address[1]}" if one.address[0] else "none"
         free = "-" if one.free_bytes is None else f"{one.free_bytes / 2**30:.1f} GiB"
-        facts = [one.versions.get(name, "-") for name in versions] + [one.digests.get(name, "-") for name in digests]
-        rows.append([str(one.rank), one.host, address, *facts, free, str(len(one.gpus))])
+        facts = one.versions | one.digests
+        rows.append(
+            [str(one.rank), one.host, address, *(facts.get(name, "-") for name in names), free, str(len(one.gpus))]
+        )
     lines = _aligned(rows)
     if found.links:
         rows = [["from", "to", "round trip", "there", "back", "clock ahead"]]
@@ -109,7 +106,7 @@ def problems(found: Findings, bounds: Bounds) -> list[str]:
     """What is wrong, in a line each: the fact, where, the remedy."""
     return [
         *_missing(found),
-        *(f"Rank {one.rank} on {found.host(one.rank)}: {one.problem}" for one in found.in_order() if one.problem),
+        *(f"Rank {one.rank} on {found.host(one.rank)}: {one.problem}" for one in found.facts.values() if one.problem),
         *_unequal(found),
         *_unreachable(found),
         *_slow(found, bounds),
@@ -141,7 +138,7 @@ def _missing(found: Findings) -> Iterator[str]:
 
 def _unequal(found: Findings) -> Iterator[str]:
     for what, remedy in (("versions", "Install one version on all hosts."), ("digests", "Copy one to all hosts.")):
-        values = {rank: getattr(one, what) for rank, one in sorted(found.facts.items())}
+        values = {rank: getattr(one, what) for rank, one in found.facts.items()}
         for name in dict.fromkeys(name for one in values.values() for name in one):
             ranks_by_value: dict[str, list[int]] = {}
             for rank, one in values.items():
@@ -155,7 +152,7 @@ def _unequal(found: Findings) -> Iterator[str]:
 def _unreachable(found: Findings) -> Iterator[str]:
     """One line for each pair of hosts, with the first pair of their ranks."""
     seen = set()
-    for (rank, other), why in sorted(found.unreachable.items()):
+    for (rank, other), why in found.unreachable.items():
         pair = found.facts[rank].machine, found.facts[other].machine
         if pair in seen:
             continue

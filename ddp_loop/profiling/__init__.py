@@ -1,7 +1,7 @@
 """Profiles: where the time of a step goes on each rank, and what that suggests."""
 
 from ddp_loop.profiling.clock import BACKWARD, COMMUNICATION, DATA, FOLD, FORWARD, PhaseClock
-from ddp_loop.profiling.command import CannotProfile, ProfileJob, profile
+from ddp_loop.profiling.command import CannotProfile, profile
 from ddp_loop.profiling.recording import WARM_UP, StepProfile
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "WARM_UP",
     "CannotProfile",
     "PhaseClock",
-    "ProfileJob",
     "StepProfile",
     "profile",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_loop.checkpoint import PROFILE_FILE
@@ -19,65 +18,53 @@ class CannotProfile(Exception):
     """The script failed, or made no step that could be measured."""
 
 
-@dataclass(frozen=True)
-class ProfileJob:
-    """A script to profile.
-
-    Attributes:
-        script: its path.
-        ranks: the number of ranks.
-        arguments: of its command line.
-        steps: the number of steps to measure of each Loop.
-        traces: the folder for Chrome traces of the first Loop; None for none.
-        timeout_s: of the run, in seconds; None for no limit.
-        start: calls a function on a number of ranks, as `launch` does.
-    """
-
-    script: Path
-    ranks: int
-    arguments: Sequence[str] = ()
-    steps: int = 20
-    traces: Path | None = None
-    timeout_s: float | None = None
-    start: Callable[..., list[None]] = launch
-
-
-def profile(job: ProfileJob, say: Callable[[str], None]) -> None:
+def profile(
+    script: Path,
+    ranks: int,
+    arguments: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    steps: int = 20,
+    traces: Path | None = None,
+    start: Callable[..., list[None]] = launch,
+) -> None:
     """Run a script until its steps are measured, and report where their time goes.
 
     Each Loop ends after the measured steps, and the script goes on. No Loop has a run folder, so nothing of the user's
     is written or resumed. What was measured is reported also where the script fails or is stopped.
 
     Args:
-        job: the script.
+        script: its path.
+        ranks: the number of ranks.
+        arguments: of its command line.
         say: called with each part of the report.
+        steps: the number of steps to measure of each Loop.
+        traces: the folder for Chrome traces of the first Loop; None for none.
+        start: calls a function on a number of ranks, as `launch` does.
 
     Raises:
         CannotProfile: the script fails, or makes no step.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_loop-profile-") as name:
         folder = Path(name)
-        traces = None if job.traces is None else job.traces.absolute()
-        steps = WARM_UP + job.steps + (TRACED if traces is not None else 0)
-        request = TraceRequest(folder, steps, profile=job.steps, traces=traces)
-        begun = [str(job.script), list(job.arguments), request]
+        traces = None if traces is None else traces.absolute()
+        most = WARM_UP + steps + (TRACED if traces is not None else 0)
+        request = TraceRequest(folder, most, profile=steps, traces=traces)
         failure = ""
         try:
-            job.start(run_requested, job.ranks, *begun, timeout_s=job.timeout_s)
+            start(run_requested, ranks, str(script), list(arguments), request)
         except RankFailed as error:
             failure = str(error)
-        except KeyboardInterrupt:
-            _report(folder, say)
-            raise
-        found = _report(folder, say)
-        on = f"{job.ranks} rank{'' if job.ranks == 1 else 's'}"
+        finally:
+            found = _report(folder, say)
+        on = f"{ranks} rank{'' if ranks == 1 else 's'}"
         if failure:
-            raise CannotProfile(f"{job.script} fails on {on}:\n{failure}\n{last_output(folder)}".rstrip())
+            raise CannotProfile(f"{script} fails on {on}:\n{failure}\n{last_output(folder)}".rstrip())
         if not found:
             raise CannotProfile(
-                f"profile measures the steps of a Loop. {job.script} made none on {on}. Pass the arguments that it "
-                "needs (profile SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since profile "
-                f"starts the ranks itself.\n{last_output(folder)}".rstrip()
+                f"profile measures the steps of a Loop. {script} made none on {on}. Pass the arguments that it needs "
+                "(profile SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since profile starts the "
+                f"ranks itself.\n{last_output(folder)}".rstrip()
             )
         if traces is not None:
             say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")

@@ -44,18 +44,21 @@ def _each(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hint]:
         yield _slow_rank(slow, ranks, where)
     yield from _host_reads(ranks)
     if cause != DATA:
-        yield from _data(ranks, where)
+        yield from _of_phase(ranks, DATA, "waits for data", f". {_workers(ranks, where)}")
     if slow is None:
         yield from _communication(ranks)
     yield from _idle_cores(ranks, where)
     yield from _own_work(ranks)
 
 
-def _share(ranks: Sequence[RankTimes], phase: str) -> tuple[float, str]:
-    """A phase's share of the step, and both as text."""
+def _of_phase(ranks: Sequence[RankTimes], phase: str, what: str, remedy: str) -> Iterator[Hint]:
+    """The hint of a phase that takes much of the step."""
     spent = mean_of(ranks, phase)
     step = mean_step(ranks)
-    return spent / step, f"({1000 * spent:.3g} of {1000 * step:.3g} ms)"
+    share = spent / step
+    if share >= _LEAST[phase]:
+        figure = f"({1000 * spent:.3g} of {1000 * step:.3g} ms)"
+        yield Hint(share, f"{percent(share)} of the step {what} {figure}{remedy}")
 
 
 # -- the rank that the others wait for ---------------------------------------------------------------------
@@ -97,12 +100,6 @@ def _slow_rank(slow: RankTimes, ranks: Sequence[RankTimes], where: Surroundings)
 # -- data --------------------------------------------------------------------------------------------------
 
 
-def _data(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hint]:
-    share, figure = _share(ranks, DATA)
-    if share >= _LEAST[DATA]:
-        yield Hint(share, f"{percent(share)} of the step waits for data {figure}. {_workers(ranks, where)}")
-
-
 def _workers(ranks: Sequence[RankTimes], where: Surroundings) -> str:
     """How to read faster."""
     if where.workers is None:
@@ -140,12 +137,13 @@ def _host_reads(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
 
 
 def _communication(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
-    share, figure = _share(ranks, COMMUNICATION)
-    if len(ranks) > 1 and share >= _LEAST[COMMUNICATION]:
-        yield Hint(
-            share,
-            f"{percent(share)} of the step waits for sums over the ranks that backward does not hide {figure}. A "
-            "larger mini-batch, or more shards in it, makes fewer sums per sample; bucket_cap_mib= sets their size.",
+    if len(ranks) > 1:
+        yield from _of_phase(
+            ranks,
+            COMMUNICATION,
+            "waits for sums over the ranks that backward does not hide",
+            ". A larger mini-batch, or more shards in it, makes fewer sums per sample; bucket_cap_mib= sets their "
+            "size.",
         )
 
 
@@ -161,22 +159,16 @@ def _idle_cores(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hin
 
 
 def _own_work(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
-    share, figure = _share(ranks, OPTIMIZER)
-    if share >= _LEAST[OPTIMIZER] and any(one.can_fuse for one in ranks):
-        remedy = "Pass it fused=True where it takes that."
-        yield Hint(share, f"{percent(share)} of the step is the optimizer {figure}. {remedy}")
-    share, figure = _share(ranks, FOLD)
+    if any(one.can_fuse for one in ranks):
+        yield from _of_phase(ranks, OPTIMIZER, "is the optimizer", ". Pass it fused=True where it takes that.")
     shards = max(one.shards for one in ranks)
-    if share >= _LEAST[FOLD] and shards > 1:
-        yield Hint(
-            share,
-            f"{percent(share)} of the step is the fold's own work {figure}, on up to {shards} shards per rank. Fewer, "
-            "larger shards cost less.",
-        )
-    share, figure = _share(ranks, OTHER)
-    if share >= _LEAST[OTHER]:
-        yield Hint(
-            share,
-            f"{percent(share)} of the step is outside of its phases {figure}: the script's own lines, checkpoints, or "
-            "an optimizer that is not torch's. Move what not every step needs out of the loop.",
-        )
+    if shards > 1:
+        rest = f", on up to {shards} shards per rank. Fewer, larger shards cost less."
+        yield from _of_phase(ranks, FOLD, "is the fold's own work", rest)
+    yield from _of_phase(
+        ranks,
+        OTHER,
+        "is outside of its phases",
+        ": the script's own lines, checkpoints, or an optimizer that is not torch's. Move what not every step needs "
+        "out of the loop.",
+    )

@@ -66,7 +66,7 @@ class StepProfile:
 
     def begin(self, mini_batch: MiniBatch) -> None:
         """A step begins, with this mini-batch."""
-        self._began = self._began + 1
+        self._began += 1
         self._in_step = True
         if self._began > WARM_UP and not self._is_put:
             self._samples += sum(shard.samples for shard in mini_batch.shards)

@@ -118,26 +118,21 @@ class Profile:
         ranks = tuple(RankTimes(**one) for one in values["ranks"])
         return cls(Surroundings(**values["where"]), ranks, tuple(values["hints"]))
 
-    @property
-    def steps(self) -> int:
-        """The number of steps that every rank measured."""
-        return min((one.steps for one in self.ranks), default=0)
-
     def heading(self) -> str:
         """How many steps, where, and what is missing, in words."""
         where = self.where
-        steps = self.steps
+        steps = min((one.steps for one in self.ranks), default=0)
         short = "" if steps == where.asked else f" of {where.asked}"
         missing = [rank for rank in range(where.ranks) if rank not in {one.rank for one in self.ranks}]
         without = f", without {_named(missing)}, which sent no times" if missing else ""
         return (
-            f"{steps}{short} steps after {where.warm_up} of warm-up, {_counted(where.ranks, 'rank')} on "
-            f"{where.device}{without}"
+            f"{steps}{short} steps after {where.warm_up} of warm-up, {where.ranks} "
+            f"rank{'' if where.ranks == 1 else 's'} on {where.device}{without}"
         )
 
     def lines(self) -> list[str]:
         """The profile as lines of text: the heading, a table, the hints."""
-        if not self.ranks or not self.steps:
+        if not self.ranks or not all(one.steps for one in self.ranks):
             first = self.where.warm_up + 1
             return [f"Profile: no step was measured, since the run ended within its first {first} steps."]
         step = mean_step(self.ranks)
@@ -164,10 +159,6 @@ def _shown(ranks: Sequence[RankTimes]) -> list[RankTimes]:
     by_wait = sorted(ranks, key=lambda one: one.wait_s)
     half = MOST_RANKS // 2
     return sorted([*by_wait[:half], *by_wait[-half:]], key=lambda one: one.rank)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _named(ranks: Sequence[int]) -> str:

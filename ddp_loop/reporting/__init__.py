@@ -35,7 +35,7 @@ from ddp_loop.reporting.sweep_files import (
     trial_folder,
 )
 from ddp_loop.reporting.tables import Labels, make_table, write_table
-from ddp_loop.reporting.throughput import slowest
+from ddp_loop.reporting.throughput import as_clock, slowest
 
 __all__ = [
     "AGAIN",
@@ -66,6 +66,7 @@ __all__ = [
     "WeightedMeans",
     "all_of",
     "append_whole",
+    "as_clock",
     "as_logged",
     "as_pixels",
     "ask_for",

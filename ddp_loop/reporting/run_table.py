@@ -376,7 +376,8 @@ def _about_sweep(folder: Path) -> list[str]:
     if sweep is None:
         return []
     name = short_name(str(sweep.get("name", folder.name)))
-    return [f"Sweep {name}: objective {short(sweep.get('objective'))}, {short(sweep.get('direction'))}"]
+    objective = sweep.get("objective") or "evaluated loss or loss"
+    return [f"Sweep {name}: objective {short(objective)}, {short(sweep.get('direction'))}"]
 
 
 def _common_line(table: RunTable, width: int | None) -> list[str]:
@@ -435,7 +436,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         raise ValueError(f"There is no run below {folder}: no folder with a run.json or a trial.json. Check its path.")
     sweep = read_json(folder / SWEEP)
     if sweep is not None and by is None:
-        name = str(sweep.get("objective"))
+        name = ""  # the trial knows what it took
         lower = sweep.get("direction") != "maximize"
         found: list[_Found] = [(one.value, None, one) for one in records if one.value is not None]
         found = [one for one in found if one[2].state == "done"]
@@ -454,6 +455,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         say(f"{folder}: {missing}")
         return False
     value, at, record = (min if lower else max)(found, key=itemgetter(0))
+    name = name or record.objective or "value"
     facts = {
         "run": short_name(record.name),
         short_name(name): f"{value:.6g}{'' if at is None else f' at step {at}'}, "

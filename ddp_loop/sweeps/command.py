@@ -12,26 +12,14 @@ from typing import Any
 from ddp_loop.checkpoint import read_json
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
-from ddp_loop.sweeps.plan import GOOD, SweepPlan, has_failed
+from ddp_loop.sweeps.plan import USUAL, SweepPlan, make_plan
+from ddp_loop.sweeps.results import GOOD, begun, has_failed, help_sweep, run_sweep
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
 from ddp_loop.sweeps.space import OBJECT, nearest
 from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
 from ddp_loop.sweeps.sweep_folder import forget_stop, read_sweep
 
-USUAL: dict[str, Any] = {
-    "sampler": None,
-    "trials": None,
-    "pruner": None,
-    "objective": "loss",
-    "direction": "minimize",
-    "report_every": 50,
-    "ranks": 1,
-    "time_limit_s": None,
-    "seed": 0,
-    "heartbeat_s": 5,
-}
-OTHERS = ("script", "function", "arguments", "keywords", "folder", "slots", "storage", "space", "points")
 KINDS: dict[str, tuple[type, str]] = {
     "script": (str, "a text"),
     "function": (str, "a text"),
@@ -42,6 +30,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "space": (dict, "a table"),
     "points": (list, "a list of tables, [[points]]"),
 }  # the others are checked as those of `sweep`
+KNOWN = (*USUAL, *KINDS, "slots")
 HIDDEN = ":***@"  # where a URL had its password
 
 
@@ -112,7 +101,7 @@ def begin(path: Path, slots: int | None, folder: Path | None, storage: str | Non
         ValueError: the file cannot be read, or the sweep cannot be begun.
     """
     plan, where, given = _read_plan(path, folder)
-    results = plan.run(where, slots or given.get("slots"), storage or given.get("storage"), say)
+    results = run_sweep(plan, where, slots or given.get("slots"), storage or given.get("storage"), say)
     return not any(map(has_failed, results))
 
 
@@ -127,7 +116,7 @@ def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[s
     where = folder or (None if "folder" not in given else path.parent / given["folder"])
     if where is None:
         raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
-    return _plan(_job_of(given, path), given.get("points", given.get("space", {})), given), where, given
+    return make_plan(_job_of(given, path), given.get("points", given.get("space")), given), where, given
 
 
 def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
@@ -151,7 +140,7 @@ def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
     else:
         plan, folder, given = _read_plan(path, options.folder)
         storage = options.storage or given.get("storage")
-        with plan.begun(folder, storage):
+        with begun(plan, folder, storage):
             jobs = replace(jobs, slots=options.slots or given.get("slots"), storage=storage)
     ids = submit_workers(folder, jobs)
     for line in how_to_go_on(folder, ids, options.on):
@@ -168,7 +157,7 @@ def work(folder: Path, slots: int | None, storage: str | None, say: Say) -> bool
     url = storage or facts["storage"]
     if HIDDEN in url:
         raise ValueError(f"The storage {url} needs its password, which the folder does not have. Pass --storage URL.")
-    results = _plan_of(facts).work(folder.absolute(), slots, url, say)
+    results = help_sweep(_plan_of(facts), folder.absolute(), slots, url, say)
     return not any(map(has_failed, results))
 
 
@@ -221,8 +210,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}.") from error
     for name in given:
-        if name not in (*USUAL, *OTHERS):
-            raise ValueError(f"{path} has an unknown key {name!r}. {nearest(name, (*USUAL, *OTHERS))}".rstrip())
+        if name not in KNOWN:
+            raise ValueError(f"{path} has an unknown key {name!r}. {nearest(name, KNOWN)}".rstrip())
         kind, described = KINDS.get(name, (object, ""))
         if not isinstance(given[name], kind):
             raise ValueError(f"{name} must be {described}. {path} has {given[name]!r}.")
@@ -239,10 +228,6 @@ def _job_of(given: Mapping[str, Any], path: Path) -> Job:
     return FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
 
 
-def _plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
-    return SweepPlan(job, space, **{name: given.get(name, usual) for name, usual in USUAL.items()})
-
-
 def _plan_of(facts: Mapping[str, Any]) -> SweepPlan:
     """The plan of a sweep that another process began."""
     given = dict(facts)
@@ -253,4 +238,4 @@ def _plan_of(facts: Mapping[str, Any]) -> SweepPlan:
         )
     if given["sampler"] in ("list", "grid"):
         given |= {"trials": None, "sampler": None}
-    return _plan(read_job(facts["job"]), facts["space"], given)
+    return make_plan(read_job(facts["job"]), facts["space"], given)

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import importlib
 import inspect
-import math
 import os
 import re
 import subprocess
@@ -286,8 +285,3 @@ def _numbers(result: object) -> dict[str, float] | float | None:
         if result is not None and not isinstance(result, str):
             return float(result)  # type: ignore[arg-type]
     return None
-
-
-def is_not_finite(value: float | None) -> bool:
-    """Whether a trial's value is NaN or infinite."""
-    return value is not None and not math.isfinite(value)

@@ -22,28 +22,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
-from ddp_loop.reporting import trial_folder
-from ddp_loop.sweeps.jobs import Job, code_of, is_not_finite, run_trial
-from ddp_loop.sweeps.space import Space
-from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, requests_of
-from ddp_loop.sweeps.trial_folder import (
-    Objective,
-    ObjectiveReader,
-    begin_attempt,
-    end_attempt,
-    status_of,
-    write_trial,
-)
-from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, SamplerOf, TrialQueue
-
-if TYPE_CHECKING:
-    from optuna.pruners import BasePruner
+from ddp_loop.reporting import as_clock, trial_folder
+from ddp_loop.sweeps.jobs import code_of, run_trial
+from ddp_loop.sweeps.plan import SweepPlan
+from ddp_loop.sweeps.space import Point
+from ddp_loop.sweeps.sweep_folder import asked_to_stop, has_requests, is_dead, requests_of, worker_name
+from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt, status_of, write_trial
+from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, TrialQueue
 
 LOOK_S = 0.1  # between two looks at the running trials
 IDLE_S = 0.3  # until a place looks for a trial again
@@ -58,33 +50,6 @@ MOST_WHY = 90  # letters
 _CHECK_S = 2.0  # between two looks for dead workers and requests, at least
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What all workers of a sweep know.
-
-    Attributes:
-        folder: of the sweep.
-        job, space, objective: what it runs, over which parameters, compared by what.
-        ranks: of each trial.
-        seed: of the sampler.
-        sampler: returns the sampler for the trial of this number.
-        pruner: None lets every trial end.
-        time_limit_s: of an attempt, in seconds; None is no limit.
-        beat_s: seconds between two heartbeats.
-    """
-
-    folder: Path
-    job: Job
-    space: Space
-    objective: Objective
-    ranks: int
-    seed: int
-    sampler: SamplerOf
-    pruner: BasePruner | None = None
-    time_limit_s: float | None = None
-    beat_s: int = 5
 
 
 @dataclass
@@ -123,27 +88,31 @@ class SweepWorker:
     """Runs trials of a sweep on this machine's slots until none is left, or a stop.
 
     Args:
-        sweep: what to run.
+        plan: what to run.
+        folder: of the sweep.
         queue: where the trials are.
         places: the environment of each place, from `places_of`.
         say: prints a line.
     """
 
-    def __init__(self, sweep: Sweep, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say) -> None:
-        self._sweep = sweep
+    def __init__(
+        self, plan: SweepPlan, folder: Path, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
         self._queue = queue
         self._places = places
         self._say = say
-        self._name = WorkerName(sweep.folder)
+        self._name = ""
         self._running: dict[int, Running] = {}  # by place
         self._not_free: set[int] = set()  # trials in whose folders another process still trains
+        self._took_s: list[float] = []  # trials that ended here
         queue.patience.say = say
         queue.patience.ends = lambda: self._stopping is not None
         self._looking = threading.Lock()  # what has ended is neither looked at nor asked
         self._stopping: str | None = None
         self._ended = threading.Event()
         self._signalled = threading.Event()
-        self._beaten = self._checked = 0.0
         self._failure: BaseException | None = None
 
     @property
@@ -171,18 +140,18 @@ class SweepWorker:
             for place in range(len(self._places))
         ]
         watch = threading.Thread(target=self._guarded, args=(self._watch,), name="ddp_loop sweep")
-        try:
-            self._look_around()  # requests to run trials again come before the look whether all have ended
-            for thread in (*threads, watch):
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():  # a signal's handler runs between two waits
-                    thread.join(0.2)
-        finally:
-            self._ended.set()
-            if watch.is_alive():
-                watch.join()
-            self._name.close()
+        with worker_name(self._folder) as self._name:
+            try:
+                self._look_around()  # requests to run trials again come before the look whether all have ended
+                for thread in (*threads, watch):
+                    thread.start()
+                for thread in threads:
+                    while thread.is_alive():  # a signal's handler runs between two waits
+                        thread.join(0.2)
+            finally:
+                self._ended.set()
+                if watch.is_alive():
+                    watch.join()
         if self._failure is not None:
             raise self._failure
 
@@ -199,14 +168,14 @@ class SweepWorker:
         pool: Pool | None = None
         try:
             while self._stopping is None:
-                claim = self._queue.claim(self._name.name, self._sweep.space, self._sweep.sampler, self._not_free)
+                claim = self._queue.claim(self._name, self._plan.space, self._plan.sampler, self._not_free)
                 if claim is None:
-                    if not has_requests(self._sweep.folder) and self._queue.is_over():
+                    if not has_requests(self._folder) and self._queue.is_over():
                         return
                     time.sleep(IDLE_S)  # others run, and may be interrupted
                     continue
-                pool = pool or Pool(self._sweep.ranks, self._places[place])
-                if not self._run(place, claim, pool) or not self._sweep.job.is_warm:
+                pool = pool or Pool(self._plan.ranks, self._places[place])
+                if not self._run(place, claim, pool) or not self._plan.job.is_warm:
                     pool.close()
                     pool = None
         finally:
@@ -215,27 +184,33 @@ class SweepWorker:
 
     def _run(self, place: int, claim: Claim, pool: Pool) -> bool:
         """Run an attempt; returns whether the pool can be used again."""
-        folder = trial_folder(self._sweep.folder, claim.trial)
-        running = Running(claim, folder, pool, ObjectiveReader(folder, self._sweep.objective))
+        folder = trial_folder(self._folder, claim.trial)
         ending: Ending | None = None
         begun = False
+
+        def record() -> None:
+            if begun:
+                why = self._stopping or "an error of its worker"
+                end_attempt(folder, claim.attempt, ending or Ending("interrupted", None, why))
+
         try:
             if not self._is_ready(pool) or not self._is_free(claim, folder) or not self._queue.holds(claim):
                 time.sleep(IDLE_S)
                 return True
             begun = True
             self._begin(place, claim, folder)
+            running = Running(claim, folder, pool, ObjectiveReader(folder, self._plan.objective))
             ending = self._outcome(place, running)
             return not running.killed
         finally:
-            record = partial(self._record, claim, folder, ending) if begun else _nothing
             if self._queue.end(claim, ending, record) and ending is not None:
-                self._say(line_of(claim, ending, self._sweep))
+                self._took_s.append(time.monotonic() - running.began)
+                self._say(f"{line_of(claim, ending)}. {self._progress()}")
 
     def _is_ready(self, pool: Pool) -> bool:
         """Start the pool's processes if they are missing: their start counts for no trial's time limit."""
         try:
-            pool.run(os.getpid, self._sweep.ranks)
+            pool.run(os.getpid, self._plan.ranks)
         except RankFailed:  # a process died while it waited; the pool replaces it
             return False
         except RuntimeError:
@@ -259,55 +234,38 @@ class SweepWorker:
         return True
 
     def _begin(self, place: int, claim: Claim, folder: Path) -> None:
-        sweep = self._sweep
-        host = os.uname().nodename
-        attempt = {"number": claim.attempt, "host": host, "process": os.getpid(), "slot": place}
+        plan = self._plan
+        attempt = {"number": claim.attempt, "host": os.uname().nodename, "process": os.getpid(), "slot": place}
         begin_attempt(
             folder,
             attempt,
             trial=claim.trial,
             parameters=claim.parameters,
-            objective=sweep.objective.name,
-            direction=sweep.objective.direction,
-            ranks=sweep.ranks,
-            seed=sweep.seed,
-            code=code_of(sweep.job.file),
-            arguments=sweep.job.arguments(claim.parameters, str(folder)),
+            objective=plan.objective.name,
+            **{name: plan.facts[name] for name in ("direction", "ranks", "seed")},
+            code=code_of(plan.job.file),
+            arguments=plan.job.arguments(claim.parameters, str(folder)),
         )
 
     def _outcome(self, place: int, running: Running) -> Ending | None:
         """Run an attempt to its end; None if it was interrupted, and shall go on later."""
-        sweep = self._sweep
-        claim = running.claim
+        plan = self._plan
+        parameters = dict(running.claim.parameters)
         result: dict[str, float] | float | None = None
         problem: RankFailed | None = None
-        running.began = time.monotonic()
-        running.began_at = time.time()
         self._running[place] = running
         try:
-            results = running.pool.run(run_trial, sweep.ranks, sweep.job, dict(claim.parameters), str(running.folder))
-            result = results[0]
+            result = running.pool.run(run_trial, plan.ranks, plan.job, parameters, str(running.folder))[0]
         except RankFailed as error:
             problem = error
         finally:
             with self._looking:
                 del self._running[place]
-        return self._ending(running, result, problem)
-
-    def _ending(
-        self, running: Running, result: dict[str, float] | float | None, problem: RankFailed | None
-    ) -> Ending | None:
-        sweep = self._sweep
         status, why = status_of(running.folder, running.began_at)
         if status == "stopped" or (problem is not None and problem.died):
             self._wait_for_signal(running)
         if running.asked is not None and (problem is not None or status == "stopped"):
-            if running.asked == TIMED_OUT:
-                return Ending("timed out", None, f"took more than {sweep.time_limit_s:g} s")
-            if running.asked == PRUNED:
-                running.reader.poll()
-                return Ending("pruned", _finite(running.reader.value), "the pruner: worse than the other trials here")
-            return None
+            return self._asked(running)
         if problem is not None:
             return _failed(problem)
         if status == "stopped":
@@ -319,83 +277,94 @@ class SweepWorker:
         if running.asked is None and self._signalled.wait(SIGNAL_S) and self._stopping is not None:
             running.ask(self._stopping, OBEY_S)
 
-    def _valued(self, running: Running, result: dict[str, float] | float | None) -> Ending:
-        objective = self._sweep.objective
-        value = result.get(objective.name) if isinstance(result, dict) else result
-        if value is None:
-            running.reader.poll()
-            value = running.reader.value
-        if value is None:
-            return Ending("failed", None, running.reader.missing())
-        if is_not_finite(value):
-            return Ending("not finite", None, f"{objective.name} is {value}")
-        return Ending("done", float(value))
+    def _asked(self, running: Running) -> Ending | None:
+        """The ending of an attempt that this worker asked to stop."""
+        if running.asked == TIMED_OUT:
+            return Ending("timed out", None, f"took more than {self._plan.facts['time_limit_s']:g} s")
+        if running.asked == PRUNED:
+            found = self._plan.objective.ending(running.folder, running.reader)
+            value = found.value if found.value is not None and isfinite(found.value) else None
+            return Ending("pruned", value, "the pruner: worse than the other trials here", found.objective)
+        return None
 
-    def _record(self, claim: Claim, folder: Path, ending: Ending | None) -> None:
-        one = ending or Ending("interrupted", None, self._stopping or "an error of its worker")
-        end_attempt(folder, claim.attempt, one.status, one.value, one.why)
+    def _valued(self, running: Running, result: dict[str, float] | float | None) -> Ending:
+        objective = self._plan.objective
+        value = result.get(objective.name) if isinstance(result, dict) else result
+        found = Ending("done", value, None, objective.name)
+        if value is None:
+            found = objective.ending(running.folder, running.reader)
+        if found.value is not None and not isfinite(found.value):
+            return Ending("not finite", None, f"{found.objective} is {found.value}")
+        return found
+
+    def _progress(self) -> str:
+        """How many trials have ended, and how long the others take."""
+        states = [one.state for one in self._queue.newest().values()]
+        left = len(states) - states.count("ended")
+        ended = f"{len(states) - left} of {len(states)}"
+        if not left:
+            return ended
+        now = time.monotonic()
+        gone_s = [now - one.began for one in list(self._running.values())]
+        at_once = min(left, states.count("running") + 1)  # this place takes a trial now
+        return f"{ended}, {as_clock(left_s(self._took_s, gone_s, left, at_once))} left"
 
     # -- all places ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        beat_at = 0.0
+        look_at = 0.0
         while not self._ended.wait(LOOK_S):
+            now = time.monotonic()
             with self._looking:
                 if self._failure is None:
-                    self._guarded(self._follow)
+                    self._guarded(self._follow, now > beat_at, now > look_at)
                 for running in list(self._running.values()):  # also after an error, so that each is asked to stop
                     self._look_at(running, time.monotonic())
+            beat_at = now + self._plan.beat_s / 2 if now > beat_at else beat_at
+            look_at = now + _CHECK_S if now > look_at else look_at
 
-    def _follow(self) -> None:
-        """Send heartbeats, hand objectives on to the pruner, and look around from time to time."""
-        now = time.monotonic()
-        if now - self._beaten > self._sweep.beat_s / 2:
-            self._beaten = now
-            for claim in self._queue.beat():
-                self._give_up(claim)
-        if now - self._checked > _CHECK_S:
-            self._checked = now
+    def _follow(self, beats: bool, looks: bool) -> None:
+        """Send heartbeats, look around, and hand objectives on to the pruner."""
+        lost = self._queue.beat() if beats else []
+        if looks:
             self._look_around()
         for running in list(self._running.values()):
+            if running.claim in lost:  # its folder is another worker's, so no request is written there
+                running.asked = LOST
+                running.deadline = 0.0
             self._report(running)
 
     def _look_around(self) -> None:
         """Follow the requests in the sweep's folder, and put the trials of dead workers in line again."""
-        folder = self._sweep.folder
+        folder = self._folder
         self._stopping = self._stopping or asked_to_stop(folder)
         with requests_of(folder) as requests:
             for path, trials in requests.items():
                 self._queue.again(trials, path.name, self._record_waiting)
                 path.unlink(missing_ok=True)
-        self._queue.take_over(self._name.name, lambda name: is_dead(folder, name), self._record_dead)
+        self._queue.take_over(self._name, lambda name: is_dead(folder, name), self._record_dead)
 
     def _record_waiting(self, trial: int) -> None:
-        write_trial(trial_folder(self._sweep.folder, trial), status="waiting")
+        write_trial(trial_folder(self._folder, trial), status="waiting")
 
     def _record_dead(self, attempt: Attempt) -> None:
-        one = attempt.ending or Ending("interrupted", None, "its worker died")
-        folder = trial_folder(self._sweep.folder, attempt.trial)
-        end_attempt(folder, attempt.attempt, one.status, one.value, one.why)
-
-    def _give_up(self, claim: Claim) -> None:
-        """Kill a trial that another worker has; its folder is that worker's, so no request is written there."""
-        for running in list(self._running.values()):
-            if running.claim is claim:
-                running.asked = LOST
-                running.deadline = 0.0
+        ending = attempt.ending or Ending("interrupted", None, "its worker died")
+        end_attempt(trial_folder(self._folder, attempt.trial), attempt.attempt, ending)
 
     def _report(self, running: Running) -> None:
         values = running.reader.poll()
-        if self._sweep.pruner is not None and running.asked is None:
+        if self._plan.pruner is not None and running.asked is None:
             for step, value in values:
-                if self._queue.should_prune(running.claim, self._sweep.pruner, step, value):
+                if self._queue.should_prune(running.claim, self._plan.pruner, step, value):
                     running.ask(PRUNED, OBEY_S)
                     break
 
     def _look_at(self, running: Running, now: float) -> None:
-        limit = self._sweep.time_limit_s
+        limit_s = self._plan.facts["time_limit_s"]
         if self._stopping is not None:
             running.ask(self._stopping, OBEY_S)
-        if limit is not None and now - running.began > limit:
+        if limit_s is not None and now - running.began > limit_s:
             running.ask(TIMED_OUT, LIMIT_OBEY_S)
         if running.asked not in (None, LOST):
             with suppress(ValueError, OSError):  # its loop has not begun, or has just ended
@@ -404,34 +373,37 @@ class SweepWorker:
             running.kill()
 
 
-def _nothing() -> None:
-    """What is recorded of an attempt that has not begun."""
-
-
 def _failed(error: RankFailed) -> Ending:
     headline = str(error).partition("\n")[0]
     if error.died:
         return Ending("killed", None, headline)
-    if isinstance(error.__cause__, FloatingPointError):
-        return Ending("not finite", None, headline)
-    return Ending("failed", None, headline)
+    return Ending("not finite" if isinstance(error.__cause__, FloatingPointError) else "failed", None, headline)
 
 
-def _finite(value: float | None) -> float | None:
-    return None if is_not_finite(value) else value
+def left_s(took_s: Sequence[float], gone_s: Sequence[float], trials: int, at_once: int) -> float:
+    """The seconds until all trials of a sweep have ended, if each takes as long as those before it.
+
+    Args:
+        took_s: by trials that ended, on average so long.
+        gone_s: since the beginning of trials that run.
+        trials: the number of trials that have not ended.
+        at_once: how many of them run at a time.
+    """
+    mean_s = fmean(took_s)
+    return (mean_s * trials - sum(min(one, mean_s) for one in gone_s)) / at_once
 
 
-def line_of(claim: Claim, ending: Ending, sweep: Sweep) -> str:
-    """A line for the terminal: how a trial ended."""
-    parameters = ", ".join(f"{name}={plainly(value)}" for name, value in claim.parameters.items())
-    value = "" if ending.value is None else f", {sweep.objective.name} {ending.value:.6g}"
+def line_of(claim: Claim, ending: Ending) -> str:
+    """How a trial ended, for a line of a terminal."""
+    value = "" if ending.value is None else f", {ending.objective} {ending.value:.6g}"
     why = f": {shortened(ending.why)}" if ending.why and ending.status not in ("pruned", "done") else ""
-    return f"Trial {claim.trial} ({parameters}) {ending.status}{value}{why}"
+    return f"Trial {claim.trial} ({in_words(claim.parameters)}) {ending.status}{value}{why}"
 
 
-def plainly(value: object) -> str:
-    """A parameter's value in a line of a terminal."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def in_words(parameters: Point) -> str:
+    """The parameters of a trial in a line of a terminal."""
+    shown = {name: f"{one:.4g}" if isinstance(one, float) else one for name, one in parameters.items()}
+    return ", ".join(f"{name}={one}" for name, one in shown.items())
 
 
 def shortened(why: str) -> str:

@@ -38,20 +38,21 @@ ASK_S = 60.0  # for an answer of Slurm
 WORKED = (0, 1)  # exit codes of a worker: all trials are well, or some are not
 
 
+@dataclass
 class JobWorker:
     """A job: a worker of a sweep in a process of its own. See [Note: A job that must leave].
 
-    Args:
+    Attributes:
         sweep: the folder of the sweep.
         slots: of the worker; None takes what Slurm gave the job.
         storage: the URL, where the sweep's folder does not have it.
+        process_id: of the worker that runs.
     """
 
-    def __init__(self, sweep: str, slots: int | None, storage: str | None) -> None:
-        self.sweep = sweep
-        self.slots = slots
-        self.storage = storage
-        self._process_id: int | None = None
+    sweep: str
+    slots: int | None
+    storage: str | None
+    process_id: int | None = None
 
     def __call__(self) -> None:
         """Work until no trial is left.
@@ -69,7 +70,7 @@ class JobWorker:
         signal.signal(signal.SIGTERM, note)
         requeues = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the worker inherits this
         with subprocess.Popen(self.command()) as process:
-            self._process_id = process.pid
+            self.process_id = process.pid
             signal.signal(signal.SIGUSR2, requeues)
             try:
                 self._wait()
@@ -84,8 +85,7 @@ class JobWorker:
 
     def command(self) -> list[str]:
         """The worker's command."""
-        slots = self.slots or slots_of(os.environ)
-        named = {"slots": slots, "storage": self.storage}
+        named = {"slots": self.slots or slots_of(os.environ), "storage": self.storage}
         options = [f"--{name}={value}" for name, value in named.items() if value is not None]
         return [sys.executable, "-m", "ddp_loop", "sweep", "work", self.sweep, *options]
 
@@ -98,14 +98,14 @@ class JobWorker:
         return DelayedSubmission(JobWorker(self.sweep, self.slots, self.storage))
 
     def _terminate(self) -> None:
-        if self._process_id is not None:
+        if self.process_id is not None:
             with suppress(ProcessLookupError):
-                os.kill(self._process_id, signal.SIGTERM)
+                os.kill(self.process_id, signal.SIGTERM)
 
     def _wait(self) -> None:
         """Wait until the worker has ended; unlike Popen's, this may be called in a signal's handler during itself."""
-        if self._process_id is not None:
-            os.waitid(os.P_PID, self._process_id, os.WEXITED | os.WNOWAIT)
+        if self.process_id is not None:
+            os.waitid(os.P_PID, self.process_id, os.WEXITED | os.WNOWAIT)
 
 
 def is_slurm_job(environment: Mapping[str, str]) -> bool:
@@ -113,17 +113,12 @@ def is_slurm_job(environment: Mapping[str, str]) -> bool:
     return environment.get("SUBMITIT_EXECUTOR") == SLURM
 
 
-def job_id_of(environment: Mapping[str, str]) -> str:
-    """This job's id, as Slurm's commands take it."""
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    return environment["SLURM_JOB_ID"] if array is None else f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
-
-
 def requeue_if_preempted(environment: Mapping[str, str]) -> None:
     """Put this job in line again, unless it was cancelled."""
     if not is_slurm_job(environment):
         return
-    job = job_id_of(environment)
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    job = environment["SLURM_JOB_ID"] if array is None else f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
     ask = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
     state = subprocess.run(ask, check=False, capture_output=True, text=True, timeout=ASK_S).stdout.strip()
     if state in ("RUNNING", "SIGNALING"):
@@ -173,13 +168,11 @@ class Jobs:
 
 
 def submit_workers(folder: Path, jobs: Jobs) -> list[str]:
-    """Submit workers of a sweep as one array of jobs, and return the jobs' ids.
+    """Submit workers of a sweep as one array of jobs that `check_jobs` allows, and return the jobs' ids.
 
     Raises:
-        ImportError: submitit is missing.
-        ValueError: Slurm is missing, refused the jobs, or an option is unknown.
+        ValueError: Slurm refused the jobs, or an option has a wrong value.
     """
-    check_jobs(jobs)
     import submitit
 
     folder = folder.absolute()

@@ -34,15 +34,13 @@ class Space:
     """The parameters of a sweep's trials.
 
     Attributes:
-        names: of the parameters, in the order in which they were given.
         points: the parameters of every trial, in the order of the trials; None where a sampler chooses them.
         trials: their number.
-        distributions: where each parameter's values come from, as Optuna describes them.
+        distributions: where each parameter's values come from, as Optuna describes them, in the order given.
         sampler: "list", "grid", "random", "tpe", the name of one of Optuna's, or "an object of CLASS".
         facts: the space as JSON.
     """
 
-    names: tuple[str, ...]
     points: list[Point] | None
     trials: int
     distributions: dict[str, BaseDistribution]
@@ -160,10 +158,9 @@ def _from_points(points: Sequence[Mapping[str, Any]]) -> Space:
                 f"All points must have the same parameters. The first has {', '.join(points[0])}, another one "
                 f"{', '.join(point)}."
             )
-    names = tuple(points[0])
-    listed = [{name: _scalar(name, point[name]) for name in names} for point in points]
-    distributions = {name: _categorical(_different(point[name] for point in listed)) for name in _named(names)}
-    return Space(names, listed, len(listed), distributions, "list", listed)
+    listed = [{name: _scalar(name, point[name]) for name in points[0]} for point in points]
+    distributions = {name: _categorical([point[name] for point in listed]) for name in _named(points[0])}
+    return Space(listed, len(listed), distributions, "list", listed)
 
 
 def _from_parameters(
@@ -172,31 +169,29 @@ def _from_parameters(
     if not space:
         raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
     choices = {name: _choices(name, values) for name, values in space.items() if _is_choice(values)}
-    names = tuple(_named(space))
-    facts = {name: choices.get(name, space[name]) for name in space}
     distributions = {
-        name: _categorical(_different(choices[name])) if name in choices else _distribution(name, space[name])
-        for name in names
+        name: _categorical(choices[name]) if name in choices else _distribution(name, space[name])
+        for name in _named(space)
     }
-    facts = {name: values if name in choices else _described(distributions[name]) for name, values in facts.items()}
+    facts = {name: choices[name] if name in choices else _described(one) for name, one in distributions.items()}
     if sampler in (None, "grid"):
         if len(choices) < len(space):
-            ranges = ", ".join(name for name in names if name not in choices)
+            ranges = ", ".join(name for name in space if name not in choices)
             raise ValueError(
                 f"A grid needs the values of each parameter. {ranges} has a range. List its values, or choose "
                 'sampler="random" or "tpe" with trials=.'
             )
-        points = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[n] for n in names))]
+        points = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
         if trials is not None:
             raise ValueError(f"This grid has {len(points)} trials. Got trials={trials}. Leave trials= out.")
-        return Space(names, points, len(points), distributions, "grid", facts)
+        return Space(points, len(points), distributions, "grid", facts)
     if type(trials) is not int or trials < 1:
         raise ValueError(f"trials must be the number of trials to draw, 1 or more. Got {trials!r}.")
     if sampler == "random":
         draws = [_draw(distributions, random.Random(stream_key(seed, number))) for number in range(trials)]
-        return Space(names, draws, trials, distributions, "random", facts)
+        return Space(draws, trials, distributions, "random", facts)
     kind = sampler if isinstance(sampler, str) else f"{OBJECT}{type(sampler).__name__}"
-    return Space(names, None, trials, distributions, kind, facts)
+    return Space(None, trials, distributions, kind, facts)
 
 
 def _named(names: Iterable[object]) -> list[str]:
@@ -231,14 +226,11 @@ def _scalar(name: str, value: Any) -> Scalar:
     return value
 
 
-def _different(values: Iterable[Scalar]) -> list[Scalar]:
-    return list({(type(value), value): value for value in values}.values())
-
-
 def _categorical(values: Sequence[Scalar]) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution
 
-    return CategoricalDistribution(values)
+    different = {(type(value), value): value for value in values}
+    return CategoricalDistribution(list(different.values()))
 
 
 def _distribution(name: str, given: object) -> BaseDistribution:

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,57 +30,53 @@ STUDY = "study.db"
 LOOK_S = 0.2
 _PRIVATE = 0o700
 _MAY_CHANGE = ("began", "trials", "storage", "id", "name")
+_FORMER_OBJECTIVE = ("objective", "loss", None)  # the usual one of an older version, which stays
 
 
-class SweepFolder:
-    """A sweep's folder, locked by the process that began the sweep until `close`.
+@contextmanager
+def begun_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Begin a sweep in a folder, or go on with it, and lock the folder while this is open.
 
     Args:
         folder: created if it is missing.
         facts: the sweep as JSON. A folder with another sweep is refused.
 
-    Attributes:
-        facts: of sweep.json.
+    Returns:
+        What sweep.json has.
 
     Raises:
         OSError: the folder cannot be written.
         ValueError: another process runs the sweep, or the folder has another sweep or something else.
     """
-
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        self.folder = folder.absolute()
+    with ExitStack() as ending:
         remedy = "Make room there, make it writable, or choose another folder."
-        with explained(f"The sweep's folder {self.folder} cannot be created or written", remedy):
-            _read_before(self.folder, facts)  # an error leaves nothing behind
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with explained(f"The sweep's folder {folder} cannot be created or written", remedy):
+            _read_before(folder, facts)  # an error leaves nothing behind
+            folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._lock = FileLock(self.folder / SWEEP_LOCK, "sweep")
+                ending.callback(FileLock(folder / SWEEP_LOCK, "sweep").close)
             except Locked as error:
                 raise ValueError(
-                    f"The sweep in {self.folder} is run by {error}. To help it, start python -m ddp_loop sweep work "
-                    f"{self.folder}. To stop it, start python -m ddp_loop stop {self.folder}."
+                    f"The sweep in {folder} is run by {error}. To help it, start python -m ddp_loop sweep work "
+                    f"{folder}. To stop it, start python -m ddp_loop stop {folder}."
                 ) from None
-            try:
-                self.facts = self._begin(facts)
-            except BaseException:
-                self.close()
-                raise
+            found = _begin(folder, facts)
+        yield found
 
-    def _begin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
-        before = _read_before(self.folder, facts)
-        words = list(facts["job"].get("arguments", ()))
-        if hide_secrets(words) != words:  # workers need them, so the folder's files and its trials' have them
-            self.folder.chmod(_PRIVATE)
-        found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
-        write_atomic(self.folder / SWEEP, found)
-        (self.folder / TRIALS).mkdir(exist_ok=True)
-        forget_stop(self.folder)
-        return found
 
-    def close(self) -> None:
-        """Unlock the folder."""
-        self._lock.close()
+def _begin(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
+    before = _read_before(folder, facts)
+    words = list(facts["job"].get("arguments", ()))
+    if hide_secrets(words) != words:  # workers need them, so the folder's files and its trials' have them
+        folder.chmod(_PRIVATE)
+    found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
+    if before and facts["objective"] is None:
+        found["objective"] = before["objective"]
+    write_atomic(folder / SWEEP, found)
+    (folder / TRIALS).mkdir(exist_ok=True)
+    forget_stop(folder)
+    return found
 
 
 def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +101,7 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
     changed = [
         f"{name}: was {old!r}, is {new!r}"
         for name, old, new in _pairs(before, now)
-        if name not in _MAY_CHANGE and old != new
+        if name not in _MAY_CHANGE and old != new and (name, old, new) != _FORMER_OBJECTIVE
     ]
     if changed:
         raise ValueError(
@@ -142,24 +138,21 @@ def read_sweep(folder: Path) -> dict[str, Any]:
     return found
 
 
-class WorkerName:
-    """This worker's name in a sweep's folder, with a lock by which others see whether it lives.
+@contextmanager
+def worker_name(folder: Path) -> Iterator[str]:
+    """A name in a sweep's folder that no other process has, locked while this is open: so others see who lives.
 
-    Attributes:
-        name: of the worker; no other process has it.
+    The file goes at the end, so that only those of dead workers stay.
     """
-
-    def __init__(self, folder: Path) -> None:
-        (folder / WORKERS).mkdir(parents=True, exist_ok=True)
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._path = folder / WORKERS / self.name
-        self._lock = FileLock(self._path, "worker")
-
-    def close(self) -> None:
-        """End the name; the file goes, so that only those of dead workers stay."""
-        with suppress(OSError):
-            self._path.unlink()
-        self._lock.close()
+    (folder / WORKERS).mkdir(parents=True, exist_ok=True)
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    path = folder / WORKERS / name
+    with closing(FileLock(path, "worker")):
+        try:
+            yield name
+        finally:
+            with suppress(OSError):
+                path.unlink()
 
 
 def is_dead(folder: Path, worker: str) -> bool | None:
@@ -225,15 +218,9 @@ def requests_of(folder: Path) -> Iterator[dict[Path, list[int]]]:
     except Locked:  # it also writes into the trials' folders, which a second one would overwrite
         yield {}
         return
-    try:
-        yield _read_requests(folder)
-    finally:
-        lock.close()
-
-
-def _read_requests(folder: Path) -> dict[Path, list[int]]:
-    found: dict[Path, list[int]] = {}
-    for path in sorted((folder / AGAIN).glob("*.json")):
-        listed = (read_json(path) or {}).get("trials")
-        found[path] = [one for one in listed if type(one) is int] if isinstance(listed, list) else []
-    return found
+    with closing(lock):
+        found = {path: (read_json(path) or {}).get("trials") for path in sorted((folder / AGAIN).glob("*.json"))}
+        yield {
+            path: [one for one in listed if type(one) is int] if isinstance(listed, list) else []
+            for path, listed in found.items()
+        }

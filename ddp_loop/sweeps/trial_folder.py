@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from ddp_loop.checkpoint import EVALUATIONS, ROWS, STATUS, read_json, write_atomic
 from ddp_loop.reporting import TRIAL, JsonlTail
 from ddp_loop.sweeps.space import nearest
+from ddp_loop.sweeps.trial_queue import Ending
 
 EVALUATION = "evaluation."  # prefix of an objective that `evaluate` computes
 
@@ -22,30 +23,32 @@ def write_trial(folder: Path, **facts: object) -> None:
     write_atomic(folder / TRIAL, {**(read_json(folder / TRIAL) or {}), **facts})
 
 
+def _attempts_in(folder: Path) -> list[dict[str, Any]]:
+    listed = (read_json(folder / TRIAL) or {}).get("attempts")
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+
 def begin_attempt(folder: Path, attempt: Mapping[str, object], **facts: object) -> None:
     """Record that an attempt at a trial begins."""
-    before = read_json(folder / TRIAL) or {}
-    listed = before.get("attempts")
-    attempts = [_interrupted(one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    began = {**attempt, "began": time.time(), "ended": None, "status": "running"}
-    write_trial(folder, **facts, status="running", value=None, why=None, attempts=[*attempts, began])
+    attempts = _attempts_in(folder)
+    for one in attempts:
+        if one.get("status") == "running":
+            one["status"] = "interrupted"
+    attempts.append({**attempt, "began": time.time(), "ended": None, "status": "running"})
+    write_trial(folder, **facts, status="running", value=None, why=None, attempts=attempts)
 
 
-def _interrupted(attempt: dict[str, Any]) -> dict[str, Any]:
-    return {**attempt, "status": "interrupted"} if attempt.get("status") == "running" else attempt
-
-
-def end_attempt(folder: Path, number: int, status: str, value: float | None, why: str | None) -> None:
+def end_attempt(folder: Path, number: int, ending: Ending) -> None:
     """Record how an attempt at a trial ended."""
-    listed = (read_json(folder / TRIAL) or {}).get("attempts")
-    attempts = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    attempts = _attempts_in(folder)
     for one in attempts:
         if one.get("number") == number:
-            one |= {"ended": time.time(), "status": status}
-    finite = value if value is None or isfinite(value) else None
+            one |= {"ended": time.time(), "status": ending.status}
     begun_since = attempts and attempts[-1].get("number", number) > number  # by a worker that was quicker
-    ended = {} if begun_since else {"status": status, "value": finite, "why": why}
-    write_trial(folder, **ended, attempts=attempts)
+    facts = {name: one for name, one in vars(ending).items() if name != "objective" or one is not None}
+    if ending.value is not None and not isfinite(ending.value):
+        facts["value"] = None
+    write_trial(folder, **({} if begun_since else facts), attempts=attempts)
 
 
 def status_of(folder: Path, since: float) -> tuple[str | None, str | None]:
@@ -65,22 +68,42 @@ class Objective:
         name: of a column of the rows, such as "loss"; "evaluation.accuracy" is a value of `evaluate`.
         direction: "minimize" or "maximize".
         every: the updates of which the mean is reported to the pruner.
+        is_usual: whether an evaluated loss is the value of a trial that has one, in place of its training loss.
     """
 
     name: str = "loss"
     direction: str = "minimize"
     every: int = 50
+    is_usual: bool = False
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Objective:
+        """That of a sweep's arguments."""
+        name = facts["objective"]
+        return cls(name or "loss", facts["direction"], facts["report_every"], name is None)
 
     @property
-    def is_evaluated(self) -> bool:
-        return self.name.startswith(EVALUATION)
+    def best(self) -> Any:
+        """`min` or `max`."""
+        return min if self.direction == "minimize" else max
 
-    @property
-    def column(self) -> str:
-        return self.name.removeprefix(EVALUATION)
+    def ending(self, folder: Path, reader: ObjectiveReader) -> Ending:
+        """How a trial ends by what is in its folder: with a value, or why there is none.
 
-    def best(self, values: Sequence[float]) -> float:
-        return min(values) if self.direction == "minimize" else max(values)
+        Args:
+            folder: of the trial.
+            reader: of this objective there.
+        """
+        if self.is_usual:
+            name = f"{EVALUATION}{self.name}"
+            evaluated = ObjectiveReader(folder, replace(self, name=name))
+            evaluated.poll()
+            if evaluated.value is not None:
+                return Ending("done", evaluated.value, None, name)
+        reader.poll()
+        if reader.value is None:
+            return Ending("failed", None, reader.missing())
+        return Ending("done", reader.value, None, self.name)
 
 
 class ObjectiveReader:
@@ -92,8 +115,10 @@ class ObjectiveReader:
     """
 
     def __init__(self, folder: Path, objective: Objective) -> None:
-        self._objective = objective
-        self._tail = JsonlTail(folder / (EVALUATIONS if objective.is_evaluated else ROWS))
+        self._is_evaluated = objective.name.startswith(EVALUATION)
+        self._column = objective.name.removeprefix(EVALUATION)
+        self._every = objective.every
+        self._tail = JsonlTail(folder / (EVALUATIONS if self._is_evaluated else ROWS))
         self._forget()
 
     def _forget(self) -> None:
@@ -102,7 +127,6 @@ class ObjectiveReader:
         self._epoch: object = None
         self._sum = self._weight = 0.0
         self._window: list[float] = []
-        self._reported = 0
 
     def poll(self) -> list[tuple[int, float]]:
         """Return new values as (update, value): each evaluation, or the mean of each `every` rows; NaN stays NaN."""
@@ -115,15 +139,15 @@ class ObjectiveReader:
                 self._forget()
             for row in update.rows:
                 self.names = list(dict.fromkeys([*self.names, *row])) if len(row) > len(self.names) else self.names
-                if self._objective.column in row and type(row.get("iteration")) is int:
+                if self._column in row and type(row.get("iteration")) is int:
                     self._take(row, found)
         return found
 
     def _take(self, row: Mapping[str, Any], found: list[tuple[int, float]]) -> None:
-        given = row[self._objective.column]
+        given = row[self._column]
         iteration = int(row["iteration"])
         value = float(given) if isinstance(given, int | float) else nan
-        if self._objective.is_evaluated:
+        if self._is_evaluated:
             self.value = value
             found.append((iteration, value))
             return
@@ -132,21 +156,20 @@ class ObjectiveReader:
             self._sum = 0.0
             self._weight = 0.0
         weight = float(row.get("samples") or 1)
-        self._sum = self._sum + weight * value
-        self._weight = self._weight + weight
+        self._sum += weight * value
+        self._weight += weight
         self.value = self._sum / self._weight
         self._window.append(value)
-        if iteration % self._objective.every == 0:
+        if iteration % self._every == 0:
             found.append((iteration, sum(self._window) / len(self._window)))
             self._window = []
 
     def missing(self) -> str:
         """Why there is no value, with the nearest name."""
         known = [name for name in self.names if name not in ("epoch", "iteration", "samples", "elapsed_s")]
-        where = "the results of dl.evaluate" if self._objective.is_evaluated else "the rows of its Loop"
-        suggestion = nearest(self._objective.column, known)
+        where = "The results of dl.evaluate" if self._is_evaluated else "The rows of its Loop"
+        suggestion = nearest(self._column, known).strip()
         return (
-            f"{where[0].upper()}{where[1:]} have no {self._objective.column!r}"
-            f"{f' ({suggestion.strip()})' if suggestion else ''}. They have {', '.join(known) or 'no values'}. Return "
-            "the value from the function, or choose another objective."
+            f"{where} have no {self._column!r}{suggestion and f' ({suggestion})'}. They have "
+            f"{', '.join(known) or 'no values'}. Return the value from the function, or choose another objective."
         )

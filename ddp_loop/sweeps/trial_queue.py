@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -48,11 +48,13 @@ class Ending:
         status: one of these.
         value: of the objective, if there is one.
         why: the reason in words.
+        objective: what the value is of, such as "loss" or "evaluation.loss".
     """
 
     status: str
     value: float | None = None
     why: str | None = None
+    objective: str | None = None
 
 
 @dataclass(frozen=True)
@@ -155,29 +157,28 @@ class TrialQueue:
         known = {attempt.trial for attempt in self._attempts()}
         for trial in range(space.trials):
             if trial not in known:
-                point = None if space.points is None else space.points[trial]
-                self._add(trial, 1, _fixed(point, space.distributions), {} if point is None else {FIXED: point})
+                fixed = {} if space.points is None else {FIXED: space.points[trial]}
+                self._add(trial, 1, fixed.get(FIXED, {}), space.distributions if fixed else {}, fixed)
         self.describe({READY: True})
 
     def _add(
         self,
         trial: int,
         attempt: int,
-        chosen: tuple[Mapping[str, Any], Mapping[str, BaseDistribution]],
+        parameters: Mapping[str, Any],
+        distributions: Mapping[str, BaseDistribution],
         attributes: Mapping[str, Any],
         values: Mapping[int, float] | None = None,
     ) -> None:
         import optuna
 
-        parameters, distributions = chosen
-        own = {TRIAL: trial, ATTEMPT: attempt, **attributes}
         self._storage.create_new_trial(
             self._study_id,
             optuna.create_trial(
                 state=optuna.trial.TrialState.WAITING,
                 params=dict(parameters),
                 distributions=dict(distributions),
-                user_attrs=own,
+                user_attrs={TRIAL: trial, ATTEMPT: attempt, **attributes},
                 intermediate_values=dict(values or {}),
             ),
         )
@@ -233,7 +234,8 @@ class TrialQueue:
                 handle = optuna.trial.Trial(self._load(sampler(trial)), key)
                 parameters = dict(waiting.user_attrs.get(FIXED) or {})
                 if not parameters:
-                    parameters = {name: _suggest(handle, name, one) for name, one in space.distributions.items()}
+                    for name, one in space.distributions.items():  # some samplers return numpy's numbers
+                        parameters[name] = one.to_external_repr(one.to_internal_repr(handle._suggest(name, one)))
                     self._storage.set_trial_user_attr(key, FIXED, parameters)
                 attempt = int(waiting.user_attrs[ATTEMPT])
                 reported = set(waiting.intermediate_values)
@@ -404,10 +406,9 @@ class TrialQueue:
                 self._add_again(one, {REQUEST: request})
 
     def _add_again(self, one: FrozenTrial, facts: Mapping[str, Any] | None = None) -> None:
-        fixed = one.user_attrs.get(FIXED)
-        attributes = {**(facts or {}), **({} if fixed is None else {FIXED: fixed})}
-        number = one.user_attrs[TRIAL], one.user_attrs[ATTEMPT] + 1
-        self._add(*number, (one.params, one.distributions), attributes, one.intermediate_values)
+        known = one.user_attrs
+        attributes = {**(facts or {}), **{name: known[name] for name in (FIXED,) if name in known}}
+        self._add(known[TRIAL], known[ATTEMPT] + 1, one.params, one.distributions, attributes, one.intermediate_values)
 
     def close(self) -> None:
         """Close the connections to the storage."""
@@ -416,36 +417,9 @@ class TrialQueue:
 
 
 def _attempt_of(one: FrozenTrial) -> Attempt:
-    attributes = one.user_attrs
-    ending = Ending(**attributes[ENDING]) if ENDING in attributes else None
-    state: State = "interrupted"
-    if one.state.name in ("WAITING", "RUNNING"):
-        state = "waiting" if one.state.name == "WAITING" else "running"
-    elif ending is not None:
-        state = "ended"
-    number = attributes[TRIAL], attributes[ATTEMPT], one.number
-    return Attempt(*number, state, attributes.get(WORKER), ending, dict(attributes.get(FIXED) or {}))
-
-
-def _fixed(
-    point: Point | None, distributions: Mapping[str, BaseDistribution]
-) -> tuple[Point, Mapping[str, BaseDistribution]]:
-    return ({}, {}) if point is None else (point, distributions)
-
-
-def _suggest(handle: optuna.trial.Trial, name: str, distribution: BaseDistribution) -> Any:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if isinstance(distribution, CategoricalDistribution):
-        choices: Sequence[Any] = distribution.choices
-        return handle.suggest_categorical(name, choices)
-    if isinstance(distribution, IntDistribution):
-        return handle.suggest_int(
-            name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
-        )
-    if isinstance(distribution, FloatDistribution):
-        low = distribution.low
-        high = distribution.high
-        step = distribution.step
-        return handle.suggest_float(name, low, high, step=step, log=distribution.log)
-    raise TypeError(f"Optuna has a new kind of distribution, {type(distribution).__name__}. Use another one.")
+    known = one.user_attrs
+    ending = Ending(**known[ENDING]) if ENDING in known else None
+    unended: dict[str, State] = {"WAITING": "waiting", "RUNNING": "running"}
+    state = unended.get(one.state.name, "interrupted" if ending is None else "ended")
+    number = known[TRIAL], known[ATTEMPT], one.number
+    return Attempt(*number, state, known.get(WORKER), ending, dict(known.get(FIXED) or {}))

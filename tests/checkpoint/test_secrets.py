@@ -15,7 +15,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_on
 from ddp_loop.monitor.continuing import command_of
 from ddp_loop.sweeps.jobs import ScriptJob
-from ddp_loop.sweeps.sweep_folder import SweepFolder
+from ddp_loop.sweeps.sweep_folder import begun_folder
 
 pytestmark = pytest.mark.covers("D1")
 SECRET = "xq7-not-to-be-seen"
@@ -108,7 +108,9 @@ def test_the_secret_of_an_older_version_is_not_shown() -> None:
 def test_the_folder_of_a_sweep_with_a_secret_is_the_user_s_alone(tmp_path: Path, words: list[str], mode: int) -> None:
     before = os.umask(0o022)
     try:
-        SweepFolder(tmp_path / "sweep", {"job": ScriptJob(Path("train.py"), tuple(words)).facts}).close()
+        job = ScriptJob(Path("train.py"), tuple(words)).facts
+        with begun_folder(tmp_path / "sweep", {"job": job, "objective": None}):
+            pass
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "sweep").stat().st_mode) == mode

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.hosts import DEVICE, NoHosts, address, ip, switched, torchrun, wired
-from benchmarks.switch import Controls
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "J14")]
@@ -25,36 +25,26 @@ def network() -> Iterator[ExitStack]:
         yield ending
 
 
-def wired_hosts(network: ExitStack) -> list[str]:
+def made(network: ExitStack, hosts: AbstractContextManager[Any]) -> Any:
+    """Hosts until the end of the test; skips it where there can be none."""
     try:
-        return network.enter_context(wired()).names
+        return network.enter_context(hosts)
     except NoHosts as no:
         pytest.skip(f"no network namespaces can be made here: {no}")
 
 
-def shaped_hosts(network: ExitStack) -> tuple[list[str], Controls]:
-    try:
-        names, _, controls = network.enter_context(switched(2))
-        return names, controls
-    except NoHosts as no:
-        pytest.skip(f"no network namespaces can be made here: {no}")
-
-
-def check(
-    names: list[str], *arguments: str, interface: str = DEVICE, inside: tuple[str, ...] = ()
-) -> tuple[list[int], list[str]]:
+def check(names: list[str], *arguments: str, interface: str = DEVICE) -> tuple[list[int], list[str]]:
     """Run `hosts` with one rank on each machine; returns the exit codes and what was printed.
 
     Args:
         names: of the network namespaces.
         arguments: of `hosts`.
         interface: gloo's.
-        inside: a command that runs the rest of its command line.
     """
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
     started = [
         subprocess.Popen(
-            [*inside, *command], cwd=ROOT, env={**os.environ, **variables}, text=True,
+            command, cwd=ROOT, env={**os.environ, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )
         for command in torchrun(names, "-m", "ddp_loop", "hosts", *arguments)
@@ -69,7 +59,9 @@ def check(
 
 
 def test_two_machines_are_ready(network: ExitStack, tmp_path: Path) -> None:
-    codes, said = check(wired_hosts(network), "--run-dir", str(tmp_path / "run"), "--data", str(ROOT / "launch"))
+    codes, said = check(
+        made(network, wired()).names, "--run-dir", str(tmp_path / "run"), "--data", str(ROOT / "launch")
+    )
     assert codes == [0, 0], "\n".join(said)
     assert said[-1] == "READY: 2 hosts are ready for 2 ranks."
     assert any(address(0) in line for line in said)
@@ -78,7 +70,7 @@ def test_two_machines_are_ready(network: ExitStack, tmp_path: Path) -> None:
 
 
 def test_a_slow_link_is_found(network: ExitStack) -> None:
-    names, controls = shaped_hosts(network)
+    names, _, controls = made(network, switched(2))
     controls.shape(0.010, 50e6)
     codes, said = check(names)
     assert codes == [1, 1], "\n".join(said)
@@ -93,7 +85,7 @@ def test_data_ports_that_are_blocked_are_found_where_the_launchers_port_is_open(
     interface: str, network: ExitStack
 ) -> None:
     """gloo's interface does not connect the machines, but their rendezvous works."""
-    names = wired_hosts(network)
+    names = made(network, wired()).names
     for number, name in enumerate(names):
         ip("-n", name, "link", "add", "other", "type", "veth", "peer", "name", "end")
         ip("-n", name, "addr", "add", f"{OTHER}.{number + 1}/32", "dev", "other")
@@ -103,11 +95,3 @@ def test_data_ports_that_are_blocked_are_found_where_the_launchers_port_is_open(
     for rank, other in ((0, 1), (1, 0)):
         assert any(f"Rank {rank} on " in line and f"does not reach rank {other} on " in line for line in said)
     assert any("GLOO_SOCKET_IFNAME" in line for line in said)
-
-
-def test_a_run_folder_that_is_not_shared_is_found(network: ExitStack, tmp_path: Path) -> None:
-    names = wired_hosts(network)
-    own = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec "$@"', "sh")
-    codes, said = check(names, "--run-dir", str(tmp_path / "run"), inside=own)
-    assert codes == [1, 1], "\n".join(said)
-    assert any("The run folder is not shared. What rank 0 writes there is not seen by rank 1 on" in one for one in said)

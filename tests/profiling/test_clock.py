@@ -34,47 +34,40 @@ def spent(clock: PhaseClock) -> dict[str, float]:
     return {phase: seconds for phase, seconds in clock.spent.items() if seconds}
 
 
-def test_each_cut_ends_a_phase_and_begins_the_next(clock: PhaseClock) -> None:
-    clock.start()
-    for phase in (FORWARD, BACKWARD, FOLD, COMMUNICATION, FOLD, OTHER):
-        clock.cut(phase)
-    clock.end_step()
-    clock.stop()
-    expected = {DATA: 1.0, FORWARD: 1.0, BACKWARD: 1.0, FOLD: 2.0, COMMUNICATION: 1.0, OTHER: 1.0}
+CASES: dict[str, tuple[list[str], dict[str, float]]] = {
+    "each cut ends a phase and begins the next": (
+        ["start", FORWARD, BACKWARD, FOLD, COMMUNICATION, FOLD, OTHER, "end_step", "stop"],
+        {DATA: 1.0, FORWARD: 1.0, BACKWARD: 1.0, FOLD: 2.0, COMMUNICATION: 1.0, OTHER: 1.0},
+    ),
+    "what follows the last whole step does not count": (
+        ["start", "end_step", FORWARD, BACKWARD, "stop", FORWARD],
+        {DATA: 1.0},
+    ),
+    "nothing before the start counts": ([FORWARD, "end_step", "pause", "start", "end_step", "stop"], {DATA: 1.0}),
+    "a pause at an epoch's end counts for no phase, nor does what led to it": (
+        ["start", FORWARD, "end_step", "pause", DATA, FORWARD, "end_step", "stop"],
+        {DATA: 2.0, FORWARD: 2.0},
+    ),
+    "a wait in backward is cut at both ends": (
+        ["start", BACKWARD, "wait", "wait", "end_step", "stop"],
+        {DATA: 1.0, BACKWARD: 2.0, COMMUNICATION: 1.0},
+    ),
+    "a wait in a fold is cut at both ends": (
+        ["start", FOLD, "wait", "wait", "end_step", "stop"],
+        {DATA: 1.0, FOLD: 2.0, COMMUNICATION: 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize(("calls", "expected"), CASES.values(), ids=CASES)
+def test_phases_add_up_to_the_steps(calls: list[str], expected: dict[str, float], clock: PhaseClock) -> None:
+    for one in calls:
+        if one in PHASES:
+            clock.cut(one)
+        else:
+            getattr(clock, one)()
     assert spent(clock) == expected
     assert list(clock.spent) == list(PHASES)
-
-
-def test_what_follows_the_last_whole_step_does_not_count(clock: PhaseClock) -> None:
-    clock.start()
-    clock.end_step()
-    for phase in (FORWARD, BACKWARD):
-        clock.cut(phase)
-    clock.stop()
-    clock.cut(FORWARD)
-    assert spent(clock) == {DATA: 1.0}
-
-
-def test_nothing_before_the_start_counts(clock: PhaseClock) -> None:
-    clock.cut(FORWARD)
-    clock.end_step()
-    clock.pause()
-    clock.start()
-    clock.end_step()
-    clock.stop()
-    assert spent(clock) == {DATA: 1.0}
-
-
-def test_a_pause_counts_for_no_phase_nor_does_what_led_to_it(clock: PhaseClock) -> None:
-    clock.start()
-    clock.cut(FORWARD)
-    clock.end_step()  # the epoch's last step
-    clock.pause()  # the reader found no further mini-batch
-    clock.cut(DATA)
-    clock.cut(FORWARD)
-    clock.end_step()
-    clock.stop()
-    assert spent(clock) == {DATA: 2.0, FORWARD: 2.0}
 
 
 def test_marks_are_added_up_from_time_to_time(clock: PhaseClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +80,6 @@ def test_marks_are_added_up_from_time_to_time(clock: PhaseClock, monkeypatch: py
         assert len(clock._marks) <= 10
     clock.stop()
     assert spent(clock) == {DATA: 100.0, FORWARD: 100.0, FOLD: 100.0}
-
-
-@pytest.mark.parametrize("phase", [BACKWARD, FOLD])
-def test_a_wait_is_cut_where_it_begins_and_where_it_ends(phase: str, clock: PhaseClock) -> None:
-    clock.start()
-    clock.cut(phase)
-    assert clock.wait() <= clock.wait()
-    clock.end_step()
-    clock.stop()
-    assert spent(clock) == {DATA: 1.0, phase: 2.0, COMMUNICATION: 1.0}
 
 
 @pytest.mark.parametrize(("keywords", "can_fuse"), [({}, True), ({"fused": True}, False)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from benchmarks.calls import count
-from ddp_loop.data import ReadAhead
 from ddp_loop.profiling import WARM_UP
 from ddp_loop.profiling.clock import PHASES
 from tests.support.cases import make_data
@@ -102,17 +101,6 @@ def test_without_a_profile_a_step_runs_none_of_its_code() -> None:
     assert not [file for file in files if "profil" in file]
 
 
-def kinds() -> tuple[type, object]:
-    with dl.join_world() as world:
-        model = torch.nn.Linear(6, 3)
-        loop = dl.Loop(dl.Batches(make_data((6,), 8), 4, world), 1, state={"model": model}, progress=False)
-        return type(loop._ahead), loop._step
-
-
-def test_without_a_profile_a_loop_has_the_usual_parts(on_ranks: OnRanks) -> None:
-    assert on_ranks(1, kinds) == [(ReadAhead, dl.Step)]
-
-
 def gathers(run: str) -> None:
     """Steps with held outputs, a gather, and two passes."""
     with dl.join_world(seed=0) as world:
@@ -139,55 +127,34 @@ def test_a_gather_is_communication_and_each_pass_of_a_step_counts(on_ranks: OnRa
     assert found["ranks"][1]["phases"]["other"] >= 0.05
 
 
-def stops(run: str, at: int) -> None:
-    with dl.join_world(seed=0) as world:
+def ends_early(run: str, at: int, fails: bool) -> str:
+    """What a run prints whose rank 1 fails or stops in a step."""
+    printed = StringIO()
+    with suppress(LookupError, dl.PeerFailed, dl.Stopped), redirect_stdout(printed), dl.join_world(seed=0) as world:
         model = torch.nn.Linear(6, 3).double()
-        loop = dl.Loop(
-            dl.Batches(make_data((6,), 80), 4, world),
-            1,
-            state={"model": model},
-            run_dir=run,
-            profile=10,
-            progress=False,
-        )
+        batches = dl.Batches(make_data((6,), 80), 4, world)
+        loop = dl.Loop(batches, 1, state={"model": model}, run_dir=run, profile=10, progress=False)
         for step in loop:
             for inputs, _ in step:
                 step.backward(model(inputs).mean())
             if step.iteration == at and world.rank == 1:
+                if fails:
+                    raise LookupError("planted")
                 loop.stop()
             step.fold()
+    return printed.getvalue()
 
 
-@pytest.mark.parametrize(("at", "steps"), [(WARM_UP + 3, 3), (2, None)])
-def test_a_stopped_run_has_the_steps_until_then(at: int, steps: int | None, on_ranks: OnRanks, tmp_path: Path) -> None:
-    on_ranks(2, stops, str(tmp_path / "run"), at)
-    found = profile_in(tmp_path / "run")
-    assert [one["steps"] for one in found["ranks"]] == ([steps] * 2 if steps else [])
-
-
-def fails(run: str, at: int) -> str:
-    printed = StringIO()
-    try:
-        with redirect_stdout(printed), dl.join_world(seed=0) as world:
-            model = torch.nn.Linear(6, 3).double()
-            batches, state = dl.Batches(make_data((6,), 80), 4, world), {"model": model}
-            for step in dl.Loop(batches, 1, state=state, run_dir=run, profile=10, progress=False):
-                for inputs, _ in step:
-                    step.backward(model(inputs).mean())
-                    if step.iteration == at and world.rank == 1:
-                        raise LookupError("planted")
-                step.fold()
-    except (LookupError, dl.PeerFailed):
-        return printed.getvalue()
-    return "did not fail"
-
-
-def test_a_failed_run_has_the_whole_steps_until_then(on_ranks: OnRanks, tmp_path: Path) -> None:
-    said, _ = on_ranks(2, fails, str(tmp_path / "run"), WARM_UP + 4)
-    assert said.splitlines()[1].startswith(
-        f"Profile: 3 of 10 steps after {WARM_UP} of warm-up, 2 ranks on cpu. Milliseconds per step:"
-    )
-    assert [one["steps"] for one in profile_in(tmp_path / "run")["ranks"]] == [3, 3]
+@pytest.mark.parametrize(
+    ("at", "fails", "steps"), [(WARM_UP + 3, False, [3, 3]), (2, False, []), (WARM_UP + 4, True, [3, 3])]
+)
+def test_a_run_that_ends_early_has_the_whole_steps_until_then(
+    at: int, fails: bool, steps: list[int], on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    said, _ = on_ranks(2, ends_early, str(tmp_path / "run"), at, fails)
+    assert [one["steps"] for one in profile_in(tmp_path / "run")["ranks"]] == steps
+    heading = f"Profile: 3 of 10 steps after {WARM_UP} of warm-up, 2 ranks on cpu. Milliseconds per step:"
+    assert (heading in said) == bool(steps)
 
 
 def train_beside_a_profiler(run: str) -> tuple[str, int]:

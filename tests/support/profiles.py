@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from ddp_loop.accelerators import KINDS
-from ddp_loop.profiling import ProfileJob, profile
+from ddp_loop.profiling import profile
 from ddp_loop.profiling.clock import COMMUNICATION, PhaseClock
 from tests.support.harness import OnRanks, until
 
@@ -157,8 +157,8 @@ def profiled(
     """The lines that `profile` reports of a script on the pool's ranks; its parts are appended to `said`."""
     said = [] if said is None else said
 
-    def start(function: Any, number: int, *arguments: Any, timeout_s: float | None) -> list[None]:
+    def start(function: Any, number: int, *arguments: Any) -> list[None]:
         return on_ranks(number, in_planned_time, script.parent, function, *arguments)
 
-    profile(ProfileJob(script, ranks, start=start, **{"steps": 5, **job}), said.append)
+    profile(script, ranks, [], said.append, start=start, **{"steps": 5, **job})
     return "\n".join(said).splitlines()

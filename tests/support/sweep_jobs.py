@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import ddp_loop as dl
+from ddp_loop.reporting import trial_folder
 from tests.support.harness import until
+from tests.support.trials import trial
 
 UPDATES, SAVE_EVERY, STANDS_AT = 12, 3, 8
 STANDS_S = 120.0
@@ -36,6 +39,16 @@ def train(rate: float, run_dir: str, stands: float | None = None) -> float:
                     stand_still_once(world, Path(run_dir, REACHED))
         Path(run_dir, WEIGHTS).write_text(json.dumps(model.weight.tolist()))
         return float(model.weight.detach().sum())
+
+
+def check_alone(folder: Path, rates: Sequence[float], on_one_rank: Callable[[float, str], float]) -> None:
+    """Each trial of a sweep of these rates has the value and the bits of a run alone."""
+    for number, rate in enumerate(rates):
+        alone = folder.with_name(f"alone-{number}")
+        assert trial(folder, number)["parameters"] == {"rate": rate}
+        assert trial(folder, number)["value"] == on_one_rank(rate, str(alone))
+        run = trial_folder(folder, number)
+        assert (run / WEIGHTS).read_bytes() == (alone / WEIGHTS).read_bytes()
 
 
 def stand_still_once(world: dl.World, path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import CHECKPOINTS, read_json
 from ddp_loop.determinism import digest, leaves
 from tests.support.harness import until
+from tests.support.paths import ROOT
 
 INTERVALS, UPDATES, FINAL, BEGAN = "intervals.jsonl", "updates.txt", "final.json", "began"
 MARK = "DDP_LOOP_SWEEP_TEST"  # in the environment of a sweep's processes: identifies those that are left
@@ -108,6 +112,13 @@ def trivial(x: int, run_dir: str) -> float:
     return float(x)
 
 
+def writes(x: float, run_dir: str) -> None:
+    """A training loss of 5, and an evaluated one of x if that is positive."""
+    _append(Path(run_dir) / "rows.jsonl", '{"iteration": 1, "loss": 5.0}\n')
+    if x > 0:
+        _append(Path(run_dir) / "evaluations.jsonl", json.dumps({"iteration": 1, "loss": x}) + "\n")
+
+
 def named(x: int, run_dir: str) -> dict[str, float]:
     """Several numbers by name."""
     return {"accuracy": float(x), "losses": 1.0}
@@ -154,6 +165,26 @@ def marked(mark: str) -> Iterator[int]:
         with suppress(OSError):
             if f"{MARK}={mark}".encode() in (path / "environ").read_bytes():
                 yield int(path.name)
+
+
+@contextmanager
+def sweeping(mark: str, *words: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A process of `python -m ddp_loop sweep` on one slot; it and its ranks have the mark, and are killed at the end.
+
+    Args:
+        mark: of the processes.
+        words: of its command line.
+        inside: a command that runs the rest of its command line.
+    """
+    command = [*inside, sys.executable, "-m", "ddp_loop", "sweep", *words, "--slots=1"]
+    environment = {**os.environ, MARK: mark}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True) as one:
+        try:
+            yield one
+        finally:
+            for process in marked(mark):
+                os.kill(process, signal.SIGKILL)
 
 
 def all_ended(mark: str) -> None:

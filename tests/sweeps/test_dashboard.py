@@ -14,9 +14,9 @@ from urllib.error import URLError
 
 import pytest
 
-from ddp_loop.sweeps.command import USUAL
 from ddp_loop.sweeps.jobs import FunctionJob
-from ddp_loop.sweeps.plan import SweepPlan
+from ddp_loop.sweeps.plan import make_plan
+from ddp_loop.sweeps.results import begun
 from tests.support.harness import TASK_S, held_ports, until
 from tests.support.sweep_jobs import train
 
@@ -45,8 +45,8 @@ def check_dashboard(folder: Path, storage: str | None) -> None:
     pytest.importorskip("optuna", reason="needs the extra sweep")
     if PROGRAM is None:
         pytest.skip("needs optuna-dashboard, which is not installed")
-    plan = SweepPlan(FunctionJob(train, {}), {"rate": [0.1, 0.05, 0.01]}, **USUAL)
-    with plan.begun(folder, storage):
+    plan = make_plan(FunctionJob(train), {"rate": [0.1, 0.05, 0.01]}, {})
+    with begun(plan, folder, storage):
         pass
     command = [PROGRAM, storage or f"sqlite:///{folder}/study.db"]
     with (

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import ddp_loop as dl
-from ddp_loop.sweeps.plan import study_name
+from ddp_loop.reporting import trial_folder
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import MOMENT_S, until
 from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
@@ -110,13 +110,14 @@ def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: s
 
 def check(folder: Path, undisturbed: list[list[str]]) -> None:
     """No trial ran twice or was lost, each has its bits, and no update in a checkpoint was made again."""
-    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", study_name(folder), beat_s=1, grace_s=3)
+    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", folder.name, beat_s=1, grace_s=3)
     ended = [one for one in queue._attempts() if one.ending is not None]
     queue.close()
     assert sorted(one.trial for one in ended) == list(range(len(RATES)))
     assert {one.ending.status for one in ended if one.ending is not None} == {"done"}
     for number, expected in enumerate(undisturbed):
-        run, facts = folder / "trials" / f"{number:04d}", trial(folder, number)
+        run = trial_folder(folder, number)
+        facts = trial(folder, number)
         assert (facts["status"], facts["attempts"][-1]["status"]) == ("done", "done")
         assert [one["status"] for one in facts["attempts"][:-1]] == ["interrupted"] * (len(facts["attempts"]) - 1)
         assert final(run) == expected
@@ -134,12 +135,19 @@ def finish(started: Started, words: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("G5")
-@pytest.mark.parametrize("first", [0, 4])
-def test_a_killed_sweep_resumes_where_it_was(first: int, started: Started, undisturbed: list[list[str]]) -> None:
-    chance, words = random.Random(first), [described(started.folder)]
+@pytest.mark.covers("G5", "F3")
+@pytest.mark.parametrize(("first", "by_workers"), [(0, False), (4, False), (24, True)])
+def test_a_killed_sweep_resumes_where_it_was(
+    first: int, by_workers: bool, started: Started, undisturbed: list[list[str]]
+) -> None:
+    """It is killed four times; so are its workers, one after the other, each with the trials of the one before."""
+    chance = random.Random(first)
+    words = [described(started.folder)]
+    if by_workers:
+        assert kill_at(started.start(*words), lambda: started.made > 0, started.mark)
+    again = ["work", str(started.folder)] if by_workers else words
     numbers = range(first, first + 4)
-    kills = [kill_at(started.start(*words), moment(started, number, chance), started.mark) for number in numbers]
+    kills = [kill_at(started.start(*again), moment(started, number, chance), started.mark) for number in numbers]
     assert kills[0]
     assert all(kills) or first > 0  # by the later ones a busy machine may have done all trials
     finish(started, words)
@@ -147,30 +155,22 @@ def test_a_killed_sweep_resumes_where_it_was(first: int, started: Started, undis
 
 
 @pytest.mark.slow
-@pytest.mark.covers("G5", "F3")
-@pytest.mark.parametrize("first", [24])
-def test_a_killed_workers_trials_resume_elsewhere(first: int, started: Started, undisturbed: list[list[str]]) -> None:
-    """Workers are killed one after the other, each with the trials of the one before."""
-    chance, words = random.Random(first), [described(started.folder)]
-    assert kill_at(started.start(*words), lambda: started.made > 0, started.mark)
-    for number in range(first, first + 4):
-        killed = kill_at(started.start("work", str(started.folder)), moment(started, number, chance), started.mark)
-        assert killed or number > first  # the later ones may find all trials done
-    finish(started, words)
-    check(started.folder, undisturbed)
-
-
-@pytest.mark.slow
 @pytest.mark.covers("G5")
-def test_ctrl_c_stops_a_sweep_with_checkpoints(started: Started, undisturbed: list[list[str]]) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "the test"])
+def test_a_stopped_sweep_saves_checkpoints_and_resumes(
+    how: str, started: Started, undisturbed: list[list[str]]
+) -> None:
     words = [described(started.folder)]
     process = started.start(*words)
     until(lambda: started.made > 20, "updates", START_S)
-    process.send_signal(signal.SIGINT)
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        (started.folder / "stop").write_text(how)
     assert process.wait(START_S) == 0, started.output
-    assert "The sweep was stopped by Ctrl-C. Start it again to go on." in started.output
+    assert f"The sweep was stopped by {how}. Start it again to go on." in started.output
     all_ended(started.mark)
     finish(started, words)
     check(started.folder, undisturbed)
     for number in range(len(RATES)):  # what was saved was not made again
-        assert updates(started.folder / "trials" / f"{number:04d}") == list(range(1, STEPS + 1))
+        assert updates(trial_folder(started.folder, number)) == list(range(1, STEPS + 1))

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.support.harness import TASK_S, until
 from tests.support.paths import ROOT
-
-SWEEP = f"""
-function = "{ROOT}/tests/sweeps/test_signals.py:stand"
-folder = "sweep"
-[space]
-rate = [0.1]
-"""
+from tests.support.trials import sweeping, toml, trial
 
 
 def stand(rate: float, run_dir: str) -> None:
@@ -33,18 +25,15 @@ def stand(rate: float, run_dir: str) -> None:
 @pytest.mark.slow
 def test_a_signal_that_reaches_the_ranks_first_interrupts_their_trial(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="needs the extra sweep")
-    (tmp_path / "sweep.toml").write_text(SWEEP)
-    folder = tmp_path / "sweep/trials/0000"
-    command = [sys.executable, "-m", "ddp_loop", "sweep", str(tmp_path / "sweep.toml"), "--slots=1"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as worker:
-        try:
-            until((folder / "process").exists, "the trial runs", TASK_S)
-            rank = int((folder / "process").read_text())
-            os.kill(rank, signal.SIGTERM)
-            until(lambda: not Path(f"/proc/{rank}").exists(), "the rank has died", TASK_S)
-            worker.send_signal(signal.SIGTERM)
-            printed, _ = worker.communicate(timeout=TASK_S)
-        finally:
-            worker.kill()
+    facts = {"function": f"{ROOT}/tests/sweeps/test_signals.py:stand", "folder": "sweep"}
+    file = toml(tmp_path / "sweep.toml", **facts, space={"rate": [0.1]})
+    process = tmp_path / "sweep/trials/0000/process"
+    with sweeping(uuid.uuid4().hex, str(file)) as worker:
+        until(process.exists, "the trial runs", TASK_S)
+        rank = int(process.read_text())
+        os.kill(rank, signal.SIGTERM)
+        until(lambda: not Path(f"/proc/{rank}").exists(), "the rank has died", TASK_S)
+        worker.send_signal(signal.SIGTERM)
+        printed, _ = worker.communicate(timeout=TASK_S)
     assert "The sweep was stopped by SIGTERM" in printed
-    assert json.loads((folder / "trial.json").read_text())["status"] == "interrupted"
+    assert trial(tmp_path / "sweep", 0)["status"] == "interrupted"

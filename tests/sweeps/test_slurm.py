@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +25,8 @@ from tests.support.guard import descendants
 from tests.support.harness import until
 from tests.support.paths import ROOT
 from tests.support.slurm import CORES, Slurm
-from tests.support.sweep_jobs import REACHED, WEIGHTS, train
+from tests.support.sweep_jobs import REACHED, check_alone, train
+from tests.support.trials import trial
 
 RATES = [0.1, 0.07, 0.05, 0.03]
 STANDS = RATES[0]
@@ -41,15 +40,6 @@ stands = {STANDS}
 rate = {RATES}
 """
 SWEEP_S = 120.0
-
-STARTS_SLURM = """
-import sys
-from tests.support.slurm import running_slurm
-with running_slurm() as slurm:
-    slurm.run("sbatch", "--wrap", "sleep 600")
-    print(slurm.folder, flush=True)
-    sys.stdin.readline()
-"""
 
 
 def jobs_of(slurm: Slurm) -> str:
@@ -72,25 +62,14 @@ def submit(folder: Path, *options: str, workers: int = 2) -> str:
     return (folder / "printed").read_text()
 
 
-def trial(folder: Path, number: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"sweep/trials/{number:04d}/trial.json").read_text())
-    return found
-
-
 def are_done(folder: Path) -> bool:
-    return all(trial(folder, number)["status"] == "done" for number in range(len(RATES)))
+    return all(trial(folder / "sweep", number)["status"] == "done" for number in range(len(RATES)))
 
 
 def check_results(folder: Path, on_one_rank: Any) -> None:
-    """All trials are in order, each with the bits of a run alone, and none ran twice at once."""
-    for number, rate in enumerate(RATES):
-        found = trial(folder, number)
-        assert found["parameters"] == {"rate": rate}
-        alone = on_one_rank(rate, str(folder / f"alone-{number}"))
-        assert found["value"] == alone
-        run = folder / f"sweep/trials/{number:04d}"
-        assert (run / WEIGHTS).read_bytes() == (folder / f"alone-{number}" / WEIGHTS).read_bytes()
-    assert [len(trial(folder, number)["attempts"]) for number in range(len(RATES))] == [2, 1, 1, 1]
+    """All trials are in order, each with the bits of a run alone, and only the first one was interrupted."""
+    check_alone(folder / "sweep", RATES, on_one_rank)
+    assert [len(trial(folder / "sweep", number)["attempts"]) for number in range(len(RATES))] == [2, 1, 1, 1]
 
 
 @pytest.fixture
@@ -101,42 +80,28 @@ def on_one_rank(on_ranks: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.covers("F4")
-def test_a_cancelled_jobs_trial_is_finished_by_the_other_job(
-    slurm: Slurm, tmp_path: Path, on_one_rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
-    printed = submit(tmp_path, "--on=slurm", "--slurm=partition=main", "--slurm=cpus_per_task=1")
-    array = printed.partition("squeue --jobs=")[2].partition(",")[0]
-    assert f": {array}_0, {array}_1." in printed
-    until((tmp_path / "sweep/trials/0000" / REACHED).exists, f"a trial stands still{slurm.logs()}", SWEEP_S / 2)
-    held = trial(tmp_path, 0)["attempts"][0]["process"]
-    tasks = {path.name.partition("_0_log")[0]: path.read_text() for path in (tmp_path / "sweep/slurm").glob("*.out")}
-    assert sorted(tasks) == [f"{array}_0", f"{array}_1"], slurm.logs()
-    slurm.run("scancel", task_of(slurm, held))
-    until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
-    until(lambda: jobs_of(slurm) == "", "the jobs have ended", SWEEP_S)
-    check_results(tmp_path, on_one_rank)
-
-
-@pytest.mark.slow
-@pytest.mark.covers("F4")
-@pytest.mark.parametrize("why", ["its time is over", "another job goes first"])
-def test_a_preempted_job_resumes_later(
+@pytest.mark.parametrize("why", ["its time is over", "another job goes first", "it is cancelled"])
+def test_the_trial_of_a_job_that_must_leave_resumes_later_or_in_another_job(
     why: str, slurm: Slurm, tmp_path: Path, on_one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
-    printed = submit(tmp_path, "--on=slurm", "--slurm=cpus_per_task=1", workers=1)
+    workers = 2 if why == "it is cancelled" else 1
+    partition = ["--slurm=partition=main"] * (workers - 1)
+    printed = submit(tmp_path, "--on=slurm", *partition, "--slurm=cpus_per_task=1", workers=workers)
     job = printed.partition("squeue --jobs=")[2].partition(",")[0]
     until((tmp_path / "sweep/trials/0000" / REACHED).exists, f"a trial stands still{slurm.logs()}", SWEEP_S / 2)
     if why == "its time is over":
         slurm.run("scancel", "--signal=USR2", job)
+    elif why == "another job goes first":
+        urgent = ["--partition=urgent", f"--cpus-per-task={CORES}", "--output=/dev/null", "--wrap", "true"]
+        slurm.run("sbatch", *urgent)
     else:
-        urgent = ["sbatch", "--partition=urgent", f"--cpus-per-task={CORES}", "--output=/dev/null", "--wrap", "true"]
-        slurm.run(*urgent)
+        assert f": {job}_0, {job}_1." in printed
+        slurm.run("scancel", task_of(slurm, trial(tmp_path / "sweep", 0)["attempts"][0]["process"]))
     until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
     until(lambda: jobs_of(slurm) == "", "the jobs have ended", SWEEP_S)
-    output = next((tmp_path / "sweep/slurm").glob("*_log.out")).read_text()
-    assert output.count("Starting with JobEnvironment") == 2
+    outputs = [path.read_text() for path in (tmp_path / "sweep/slurm").glob("*_log.out")]
+    assert sum(text.count("Starting with JobEnvironment") for text in outputs) == 2
     check_results(tmp_path, on_one_rank)
 
 
@@ -147,7 +112,7 @@ def test_jobs_of_this_machine_share_a_sweep(tmp_path: Path, on_one_rank: Any) ->
     controllers = [int(job) for job in printed.splitlines()[0].rstrip(".").partition(": ")[2].split(", ")]
     try:
         until((tmp_path / "sweep/trials/0000" / REACHED).exists, "the first trial stands still", SWEEP_S)
-        held = trial(tmp_path, 0)["attempts"][0]["process"]
+        held = trial(tmp_path / "sweep", 0)["attempts"][0]["process"]
         [ends] = [controller for controller in controllers if held in descendants(controller)]
         os.kill(ends, signal.SIGTERM)
         until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
@@ -159,13 +124,22 @@ def test_jobs_of_this_machine_share_a_sweep(tmp_path: Path, on_one_rank: Any) ->
     check_results(tmp_path, on_one_rank)
 
 
-def test_options_are_read_and_an_unknown_one_is_refused() -> None:
-    pytest.importorskip("submitit", reason="needs the extra slurm")
+def test_options_are_read() -> None:
     assert read_options(["partition=gpu", "timeout_min=60"]) == {"partition": "gpu", "timeout_min": 60}
+
+
+def test_jobs_that_cannot_be_submitted_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs the extra slurm")
     with pytest.raises(ValueError, match="is written KEY=VALUE"):
         read_options(["partition"])
     with pytest.raises(ValueError, match="Did you mean 'partition'"):
         check_jobs(Jobs("local", 1, {"partitio": "gpu"}))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"sbatch is not on the PATH.*--on local"):
+        check_jobs(Jobs("slurm", 1))
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ImportError, match=r"pip install 'ddp_loop\[slurm\]'"):
+        check_jobs(Jobs("local", 1))
 
 
 @pytest.mark.covers("F4")
@@ -188,19 +162,6 @@ def test_workers_are_handed_to_slurm_as_one_array(monkeypatch: pytest.MonkeyPatc
     assert "squeue --jobs=7" in "\n".join(how_to_go_on(folder, jobs, "slurm"))
 
 
-def test_slurm_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("submitit", reason="needs the extra slurm")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"sbatch is not on the PATH.*--on local"):
-        check_jobs(Jobs("slurm", 1))
-
-
-def test_submitit_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ImportError, match=r"pip install 'ddp_loop\[slurm\]'"):
-        check_jobs(Jobs("local", 1))
-
-
 @pytest.mark.parametrize(
     ("environment", "slots"),
     [
@@ -219,28 +180,3 @@ def test_a_worker_has_the_slots_that_slurm_gave_it(environment: dict[str, str], 
 )
 def test_the_limit_of_a_partition_is_read(limit: str, minutes: int | None) -> None:
     assert minutes_of(limit) == minutes
-
-
-@pytest.mark.slow
-def test_slurm_runs_a_command_and_an_array_and_cancels(slurm: Slurm, tmp_path: Path) -> None:
-    assert slurm.run("srun", "echo", "hello") == "hello\n"
-    array = ["sbatch", "--wait", "--array=0-2", "--output=%a.out", "--wrap", "echo $SLURM_ARRAY_TASK_ID"]
-    slurm.run(*array, folder=tmp_path)
-    assert [(tmp_path / f"{task}.out").read_text() for task in range(3)] == ["0\n", "1\n", "2\n"]
-    job = slurm.run("sbatch", "--parsable", "--output=long.out", "--wrap", "sleep 600", folder=tmp_path).strip()
-    until(lambda: jobs_of(slurm) == f"{job} RUNNING\n", "the job runs")
-    slurm.run("scancel", job)
-    until(lambda: jobs_of(slurm) == "", "the job is cancelled")
-
-
-@pytest.mark.slow
-def test_slurm_and_its_jobs_end_with_the_process_that_started_them(slurm: Slurm) -> None:
-    command, pipe = [sys.executable, "-c", STARTS_SLURM], subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as starter:
-        assert starter.stdout is not None
-        folder = Path(starter.stdout.readline().strip())
-        known = [pid for pid in descendants(starter.pid) if pid != starter.pid]
-        assert len(known) > 4, "the guard, three daemons and the job's"
-        os.kill(starter.pid, signal.SIGKILL)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in known), "Slurm has ended")
-    shutil.rmtree(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,50 +81,30 @@ def test_a_sampler_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.
 def test_functions_that_new_processes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launcher, worker):
         monkeypatch.setattr(module, "has_cloudpickle", lambda: False)
-
-    def nested(rate: float, run_dir: str) -> None: ...
-
-    for function in (nested, lambda rate, run_dir: None):
-        with pytest.raises(TypeError, match=r"cannot be pickled.*Import it from a module"):
-            sweep(function, {"rate": [1]}, tmp_path / "sweep", slots=1)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*Import it from a module"):
+        sweep(lambda rate, run_dir: None, {"rate": [1]}, tmp_path / "sweep", slots=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_other_files(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(ValueError, match=r"has files, and no sweep: thesis.txt. Choose an empty folder"):
-        sweep(trivial, {"x": [1]}, tmp_path, slots=1)
-    assert files(tmp_path) == {"thesis.txt": b"all of it"}
-
-
 @pytest.mark.usefixtures("warm")
-def test_a_folder_of_another_sweep(tmp_path: Path) -> None:
-    sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
+def test_a_folder_of_another_sweep_or_of_one_that_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    for name in ("lock", ".sweep.json-0a1b2c3d"):  # of a start that was killed before the sweep was written
+        (folder / name).write_text("")
+    assert [one.status for one in sweep(trivial, {"x": [1]}, folder, slots=1)] == ["done"]
     before = files(tmp_path)
     with pytest.raises(ValueError, match=r"is the folder of a sweep. Pass its TOML file"):
-        begin(tmp_path / "s", 1, None, None, print)
+        begin(folder, 1, None, None, print)
     with pytest.raises(ValueError, match=r"has another sweep: space.x: was \[1\], is \[2\]. Restore these"):
-        sweep(trivial, {"x": [2]}, tmp_path / "s", slots=1)
+        sweep(trivial, {"x": [2]}, folder, slots=1)
     assert files(tmp_path) == before
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_folder_whose_sweep_runs(tmp_path: Path) -> None:
-    sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
-    lock = FileLock(tmp_path / "s" / "lock", "sweep")
-    before = files(tmp_path)
-    with pytest.raises(ValueError, match="To help it, start python -m ddp_loop sweep work"):
-        sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
-    lock.close()
-    assert files(tmp_path) == before
-
-
-@pytest.mark.usefixtures("warm")
-def test_a_start_that_was_killed_before_the_sweep_was_written(tmp_path: Path) -> None:
-    (tmp_path / "s").mkdir()
-    for name in ("lock", ".sweep.json-0a1b2c3d"):
-        (tmp_path / "s" / name).write_text("")
-    assert [one.status for one in sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)] == ["done"]
+    with (
+        closing(FileLock(folder / "lock", "sweep")),
+        pytest.raises(ValueError, match="To help it, start python -m ddp_loop sweep work"),
+    ):
+        sweep(trivial, {"x": [1]}, folder, slots=1)
+    assert files(tmp_path).keys() == before.keys()
 
 
 @pytest.mark.usefixtures("warm")
@@ -134,41 +114,44 @@ def test_an_objective_that_no_row_has(tmp_path: Path) -> None:
     assert "The rows of its Loop have no 'los' (Did you mean 'loss'?)." in str(one.why)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_folders_with_other_files_or_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with pytest.raises(ValueError, match=r"has files, and no sweep: thesis.txt. Choose an empty folder"):
+        sweep(trivial, {"x": [1]}, tmp_path, slots=1)
     with pytest.raises(OSError, match=r"The sweep's folder .* cannot be created or written \(Not a directory\)"):
-        sweep(trivial, {"x": [1]}, tmp_path / "file" / "s", slots=1)
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    folder.chmod(0o500)
-    try:
-        if not os.access(folder, os.W_OK):  # root can write anywhere
-            with pytest.raises(OSError, match="cannot be created or written"):
-                sweep(trivial, {"x": [1]}, folder, slots=1)
-    finally:
-        folder.chmod(0o700)
-    assert sorted(files(tmp_path)) == ["file"]
+        sweep(trivial, {"x": [1]}, tmp_path / "thesis.txt" / "s", slots=1)
+    assert files(tmp_path) == {"thesis.txt": b"all of it"}
 
 
-def refused_toml(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["sweep", str(path)]) == 2
-    return capsys.readouterr().err
+JOB = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate")
+parser.add_argument("--run-dir")
+parser.parse_args()
+"""
 
 
 @pytest.mark.covers("F2")
 def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.py").write_text("import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate')\n"
-                                     "p.add_argument('--run-dir')\np.parse_args()\n")  # fmt: skip
-    facts: dict[str, Any] = {"script": "job.py", "folder": "s", "slots": 1, "space": {"rate": [1]}}
-    write = partial(toml, tmp_path / "sweep.toml")
-    assert "unknown key 'smapler'. Did you mean 'sampler'?" in refused_toml(write(**facts, smapler="tpe"), capsys)
-    said = refused_toml(write(**facts | {"space": {"rat": [1]}}), capsys)
-    assert "job.py has no option --rat. Did you mean '--rate'?" in said
-    assert "does not exist" in refused_toml(write(**facts | {"script": "no.py"}), capsys)
-    assert "either script" in refused_toml(write(**facts, function="job.py:train"), capsys)
-    assert "names no file" in refused_toml(write(function="no.py:train", folder="s", space={"x": [1]}), capsys)
-    assert "cannot be read" in refused_toml(tmp_path / "missing.toml", capsys)
-    said = refused_toml(write(**facts, arguments="--steps 3"), capsys)
-    assert "arguments must be a list of texts" in said
-    assert "has '--steps 3'" in said
+    (tmp_path / "job.py").write_text(JOB)
+    usual: dict[str, Any] = {"script": "job.py", "folder": "s", "slots": 1, "space": {"rate": [1]}}
+    table: list[tuple[dict[str, Any], str]] = [
+        ({"smapler": "tpe"}, "unknown key 'smapler'. Did you mean 'sampler'?"),
+        ({"space": {"rat": [1]}}, "job.py has no option --rat. Did you mean '--rate'?"),
+        ({"script": "no.py"}, "does not exist"),
+        ({"function": "job.py:train"}, "either script"),
+        ({"arguments": "--steps 3"}, "sweep.toml has '--steps 3'"),
+        ({"arguments": "--steps 3"}, "arguments must be a list of texts"),
+    ]
+    for changes, said in table:
+        file = toml(tmp_path / "sweep.toml", **usual | changes)
+        assert main(["sweep", str(file)]) == 2
+        assert said in capsys.readouterr().err
+    del usual["script"]
+    file = toml(tmp_path / "sweep.toml", **usual, function="no.py:train")
+    assert main(["sweep", str(file)]) == 2
+    assert "names no file" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path / "missing.toml")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
     assert sorted(files(tmp_path)) == ["job.py", "sweep.toml"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
+from ddp_loop.reporting import ask_for
 from ddp_loop.sweeps.command import _plan_of
-from ddp_loop.sweeps.plan import TrialResult, make_sampler, say_results
+from ddp_loop.sweeps.plan import make_sampler
+from ddp_loop.sweeps.results import TrialResult, say_results
+from ddp_loop.sweeps.running import left_s
 from ddp_loop.sweeps.sweep_folder import read_sweep
+from ddp_loop.sweeps.trial_folder import Objective
 from tests.support.paths import ROOT
-from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial
+from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial, writes
 
 SPACE: dict[str, Any] = {"rate": [0.1, 0.02, 0.004], "width": [2, 5]}
 SCRIPT = """
@@ -66,20 +71,6 @@ def test_trials_of_two_ranks_on_two_slots_run_one_at_a_time(pool: Pool, tmp_path
         assert final(one.folder) == alone(pool, 2, tmp_path / f"alone-{one.trial}", **one.parameters)
 
 
-@pytest.mark.slow
-@pytest.mark.covers("F1", "G1", "G2")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_twelve_trials_in_new_processes(ranks: int, pool: Pool, tmp_path: Path) -> None:
-    space = {"rate": [0.1, 0.02, 0.004, 0.001], "width": [2, 3, 5]}
-    keywords = {"steps": 30, "first_two": "together" if ranks == 1 else ""}
-    results = sweep(train, space, tmp_path / "sweep", slots=2, ranks=ranks, keywords=keywords)
-    assert [one.status for one in results] == ["done"] * 12
-    assert most_at_once(intervals(tmp_path / "sweep")) == 2 // ranks
-    for one in results:
-        run = tmp_path / f"alone-{one.trial}"
-        assert final(one.folder) == alone(pool, ranks, run, steps=30, **one.parameters)
-
-
 @pytest.mark.usefixtures("warm")
 def test_results_do_not_depend_on_the_order_in_which_trials_end(tmp_path: Path) -> None:
     points = [{"rate": 0.1, "steps": steps} for steps in (9, 1, 1, 1)]
@@ -95,6 +86,44 @@ def test_a_function_returns_its_objective_or_several_numbers(tmp_path: Path) -> 
     assert values == [3.0, 1.0, 2.0]
     values = [one.value for one in sweep(named, {"x": [4, 5]}, tmp_path / "two", slots=2, objective="accuracy")]
     assert values == [4.0, 5.0]
+
+
+@pytest.mark.covers("F2")
+@pytest.mark.usefixtures("warm")
+def test_the_usual_objective_is_the_evaluated_loss_where_a_trial_evaluates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "s"
+    results = dl.sweep(writes, {"x": [3.0, 1.0, 0.0]}, folder, slots=1)
+    expected = [("evaluation.loss", 3.0), ("evaluation.loss", 1.0), ("loss", 5.0)]
+    assert [(one.objective, one.value) for one in results] == expected
+    assert [
+        (found["objective"], found["value"]) for found in (trial(folder, number) for number in range(3))
+    ] == expected
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"Trial 0 \(x=3\) done, evaluation\.loss 3\. 1 of 3, \d+:\d\d left", lines[0])
+    assert lines[2] == "Trial 2 (x=0) done, loss 5. 3 of 3"
+    assert lines[-1] == f"Best: trial 1 (x=1), evaluation.loss 1 ({results[1].folder})"
+    assert main(["best", str(folder)]) == 0
+    assert "evaluation.loss  1, the lowest of 3" in capsys.readouterr().out
+    assert main(["runs", str(folder)]) == 0
+    assert "Sweep s: objective evaluated loss or loss, minimize" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_sweep_of_a_version_whose_usual_objective_was_the_training_loss_keeps_it(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    sweep(writes, {"x": [3.0]}, folder, slots=1, objective="loss")
+    ask_for(folder, [0])
+    [one] = sweep(writes, {"x": [3.0]}, folder, slots=1)
+    assert (one.objective, one.value, read_sweep(folder)["objective"]) == ("loss", 5.0, "loss")
+    with pytest.raises(ValueError, match=r"objective: was 'loss', is 'evaluation\.loss'"):
+        sweep(writes, {"x": [3.0]}, folder, slots=1, objective="evaluation.loss")
+
+
+def test_the_time_left_is_that_of_the_trials_that_ended() -> None:
+    assert left_s([10.0, 20.0], [], 4, 1) == 60.0
+    assert left_s([10.0, 20.0], [5.0, 99.0], 4, 2) == 20.0  # two run, one of them longer than usual
 
 
 @pytest.mark.covers("G5")
@@ -129,8 +158,8 @@ def test_a_sampler_and_a_pruner_by_name_in_a_file_that_a_worker_reads_again(tmp_
     found = read_sweep(tmp_path / "s")
     assert {name: found[name] for name in names} == names
     plan = _plan_of(found)
-    assert type(make_sampler(plan._sampler, 0, 1)).__name__ == names["sampler"]
-    assert type(plan._pruner).__name__ == names["pruner"]
+    assert type(plan.sampler(1)).__name__ == names["sampler"]
+    assert type(plan.pruner).__name__ == names["pruner"]
     assert main(["sweep", "work", str(tmp_path / "s"), "--slots", "1"]) == 0
 
 
@@ -156,26 +185,21 @@ def test_a_script_in_a_toml_file(pool: Pool, tmp_path: Path) -> None:
         assert final(run) == alone(pool, 1, tmp_path / f"alone-{number}", steps=5, rate=rate, width=2)
 
 
-def result(trial: int, value: float | None, status: str = "done") -> TrialResult:
-    return TrialResult(trial, {"lr": 0.1 * trial, "width": 8}, status, value, None, Path(f"trials/{trial:04}"))
-
-
 @pytest.mark.parametrize(
-    ("direction", "best"),
+    ("values", "direction", "best"),
     [
-        ("minimize", "Best: trial 2 (lr=0.2, width=8), loss 0.25 (trials/0002)"),
-        ("maximize", "Best: trial 1 (lr=0.1, width=8), loss 0.5 (trials/0001)"),
+        ([0.5, 0.25, None], "minimize", ["Best: trial 1 (lr=0.1, width=8), loss 0.25 (trials/1)"]),
+        ([0.5, 0.25, None], "maximize", ["Best: trial 0 (lr=0, width=8), loss 0.5 (trials/0)"]),
+        ([None, None, None], "minimize", []),
     ],
 )
-def test_a_sweep_ends_with_its_best_trial(direction: str, best: str, tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(json.dumps({"objective": "loss", "direction": direction}))
+def test_a_sweep_ends_with_its_best_trial_if_one_has_a_value(
+    values: list[float | None], direction: str, best: list[str]
+) -> None:
+    results = [
+        TrialResult(trial, {"lr": 0.1 * trial, "width": 8}, status, value, None, Path(f"trials/{trial}"))
+        for trial, (status, value) in enumerate([*(("done", value) for value in values), ("pruned", 0.0)])
+    ]
     said: list[str] = []
-    say_results([result(1, 0.5), result(2, 0.25), result(3, 0.0, "pruned"), result(4, None)], tmp_path, said.append)
-    assert said == ["4 trials: 3 done, 1 pruned", best]
-
-
-def test_a_sweep_without_a_value_names_no_best_trial(tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(json.dumps({"objective": "loss", "direction": "minimize"}))
-    said: list[str] = []
-    say_results([result(1, None)], tmp_path, said.append)
-    assert said == ["1 trial: 1 done"]
+    say_results(results, Path("s"), Objective("loss", direction), said.append)
+    assert said == ["4 trials: 3 done, 1 pruned", *best]

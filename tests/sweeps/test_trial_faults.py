@@ -6,8 +6,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import FileLock, read_json, write_atomic
+from ddp_loop.checkpoint import FileLock, write_atomic
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.reporting import ask_for, trial_folder
 from ddp_loop.sweeps import running
-from ddp_loop.sweeps.plan import SweepPlan
-from ddp_loop.sweeps.sweep_folder import WorkerName, forget_stop, has_requests, is_dead
+from ddp_loop.sweeps.jobs import FunctionJob
+from ddp_loop.sweeps.plan import make_plan
+from ddp_loop.sweeps.running import SweepWorker
+from ddp_loop.sweeps.storage import StorageUnreachable
+from ddp_loop.sweeps.sweep_folder import has_requests, is_dead, worker_name
 from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt
-from ddp_loop.sweeps.trial_queue import Ending, TrialQueue
+from ddp_loop.sweeps.trial_queue import Claim, Ending, TrialQueue
 from tests.support.harness import until
 from tests.support.trials import faulty, final, train, trial, trivial, updates
 
@@ -48,20 +51,19 @@ def check_endings(results: list[dl.TrialResult]) -> None:
 
 
 @contextmanager
-def while_running(folder: Path, space: Any, **keywords: Any) -> Iterator[list[Any]]:
-    """A sweep in a thread; what it returned is in the list after the block."""
-    returned: list[Any] = []
-    thread = threading.Thread(target=lambda: returned.append(sweep(train, space, folder, **keywords)))
+def in_a_thread(function: Callable[[], object]) -> Iterator[None]:
+    """Call a function in a thread, which must have ended some time after the block."""
+    thread = threading.Thread(target=function)
     thread.start()
     try:
-        yield returned
+        yield
     finally:
         thread.join(60)
     assert not thread.is_alive()
 
 
 def update_of(folder: Path, number: int, least: int = 3) -> bool:
-    return len(updates(folder / "trials" / f"{number:04d}")) >= least
+    return len(updates(trial_folder(folder, number))) >= least
 
 
 @pytest.mark.covers("F3")
@@ -102,87 +104,70 @@ def test_a_trial_that_dies_or_never_ends_harms_no_other(tmp_path: Path) -> None:
 def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     points = [{"rate": 0.1, "steps": LONG}, {"rate": 0.1, "steps": 4}]
-    with while_running(folder, points, slots=2) as returned:
+    returned: list[list[dl.TrialResult]] = []
+    with in_a_thread(lambda: returned.append(sweep(train, points, folder, slots=2))):
         until(lambda: update_of(folder, 0), "updates of trial 0")
-        (folder / "trials" / "0000" / "stop").write_text("the page")
+        (trial_folder(folder, 0) / "stop").write_text("the page")
     assert [(one.status, one.why) for one in returned[0]] == [("stopped", "the page"), ("done", None)]
     assert sweep(train, points, folder, slots=2) == returned[0]
 
 
-@pytest.mark.covers("G5")
-@pytest.mark.usefixtures("warm")
-@pytest.mark.slow
-def test_a_stopped_sweep_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    folder, alone = tmp_path / "s", tmp_path / "alone"
-    points = [{"rate": rate, "steps": 300, "save_every": 100} for rate in (0.1, 0.05, 0.02, 0.01)]
-    undisturbed = sweep(train, points, alone, slots=2)
-    with while_running(folder, points, slots=2) as returned:
-        until(lambda: update_of(folder, 0), "updates")
-        (folder / "stop").write_text("the test")
-    statuses = [one.status for one in returned[0]]
-    assert "waiting" in statuses
-    assert set(statuses) <= {"waiting", "done"}
-    assert trial(folder, statuses.index("waiting"))["status"] in ("interrupted", "waiting")
-    assert [one.status for one in sweep(train, points, folder, slots=2)] == ["done"] * 4
-    for one, other in zip(undisturbed, returned[0], strict=True):
-        assert updates(other.folder) == list(range(1, 301))  # none twice
-        assert final(one.folder) == final(other.folder)
+@pytest.fixture
+def worker_of(tmp_path: Path) -> Iterator[Callable[..., tuple[SweepWorker, TrialQueue]]]:
+    """A worker of the sweep in the folder `s`, and its queue."""
+    folder = tmp_path / "s"
+
+    def begun(trials: int, function: Callable[..., object] = trivial) -> tuple[SweepWorker, TrialQueue]:
+        space = {"x": list(range(trials))} if function is trivial else {"rate": [0.1], "fault": ["never ends"]}
+        plan = make_plan(FunctionJob(function), space, {"heartbeat_s": 1})
+        folder.mkdir(exist_ok=True)
+        url = f"sqlite:///{folder / 'study.db'}"
+        queue = ending.enter_context(closing(TrialQueue(url, "s", beat_s=1, grace_s=3, direction="minimize")))
+        queue.add_trials(plan.space)
+        return SweepWorker(plan, folder, queue, [{}], lambda line: None), queue
+
+    with ExitStack() as ending:
+        yield begun
 
 
-def worker_of(folder: Path, trials: int, slots: int = 1, **facts: Any) -> tuple[running.SweepWorker, TrialQueue]:
-    """A worker of a sweep of trivial trials in an existing folder."""
-    plan = SweepPlan(
-        running_job(), {"x": list(range(trials))}, None, None, None, "loss", "minimize", 50, 1, None, 0, 1
-    )  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", "s", beat_s=1, grace_s=3, direction="minimize")
-    queue.add_trials(plan.space)
-    one = running.Sweep(folder, plan.job, plan.space, plan.objective, 1, 0, lambda trial: _sampler(), **facts)
-    return running.SweepWorker(one, queue, [{}] * slots, lambda line: None), queue
-
-
-def running_job() -> Any:
-    from ddp_loop.sweeps.jobs import FunctionJob
-
-    return FunctionJob(trivial)
-
-
-def _sampler() -> Any:
-    from optuna.samplers import RandomSampler
-
-    return RandomSampler()
-
-
-@pytest.mark.covers("G5")
-@pytest.mark.usefixtures("warm")
-def test_the_trial_of_a_dead_worker_resumes_and_its_folder_records_it(tmp_path: Path) -> None:
-    worker, queue = worker_of(tmp_path / "s", 2)
-    dead = WorkerName(tmp_path / "s")
-    claim = queue.claim(dead.name, worker._sweep.space, worker._sweep.sampler)
+def claimed(worker: SweepWorker, queue: TrialQueue, name: str) -> Claim:
+    """A trial that a worker of this name has taken."""
+    claim = queue.claim(name, worker._plan.space, worker._plan.sampler)
     assert claim is not None
-    queue._mine.clear()  # as in a process that died
-    worker._begin(0, claim, tmp_path / "s" / "trials" / "0000")
-    dead.close()
-    assert is_dead(tmp_path / "s", dead.name)
+    return claim
+
+
+def states(queue: TrialQueue) -> list[tuple[int, int, str]]:
+    """The newest attempt at each trial, and how it stands."""
+    return [(one.trial, one.attempt, one.state) for one in queue.newest().values()]
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.usefixtures("warm")
+def test_the_trial_of_a_dead_worker_resumes_and_its_folder_records_it(worker_of: Any, tmp_path: Path) -> None:
+    worker, queue = worker_of(2)
+    with worker_name(tmp_path / "s") as dead:
+        claim = claimed(worker, queue, dead)
+        queue._mine.clear()  # as in a process that died
+        worker._begin(0, claim, tmp_path / "s" / "trials" / "0000")
+    assert is_dead(tmp_path / "s", dead)
     worker.run()
-    assert [one.state for one in queue.newest().values()] == ["ended"] * 2
+    assert states(queue) == [(0, 2, "ended"), (1, 1, "ended")]
     found = trial(tmp_path / "s", 0)
     assert [(one["number"], one["status"]) for one in found["attempts"]] == [(1, "interrupted"), (2, "done")]
     assert found["status"] == "done"
-    queue.close()
 
 
 @pytest.mark.covers("F3")
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("added", [False, True], ids=["before", "after"])
 def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
-    added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    added: bool, worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kill comes before the storage has the attempts, or after it has them and before the request is removed."""
-    folder = tmp_path / "s"
-    worker, queue = worker_of(folder, 2)
+    worker, queue = worker_of(2)
     worker.run()
-    ask_for(folder, [0])
+    ask_for(tmp_path / "s", [0])
     add = queue.again
 
     def killed(*arguments: Any) -> None:
@@ -193,92 +178,77 @@ def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
     monkeypatch.setattr(queue, "again", killed)
     with pytest.raises(KeyboardInterrupt):
         worker._look_around()
-    monkeypatch.setattr(queue, "again", add)
-    assert has_requests(folder)
+    monkeypatch.undo()
+    assert has_requests(tmp_path / "s")
     if added:  # it also ran before the request was read again
-        claim = queue.claim("two", worker._sweep.space, worker._sweep.sampler)
-        assert claim is not None
-        assert queue.end(claim, Ending("done", 0.0))
+        assert queue.end(claimed(worker, queue, "two"), Ending("done", 0.0))
     worker._look_around()
-    assert not has_requests(folder)
-    attempts = [(one.trial, one.attempt, one.state) for one in queue.newest().values()]
-    assert attempts == [(0, 2, "ended" if added else "waiting"), (1, 1, "ended")]
-    queue.close()
+    assert not has_requests(tmp_path / "s")
+    assert states(queue) == [(0, 2, "ended" if added else "waiting"), (1, 1, "ended")]
 
 
 @pytest.mark.covers("F3")
 @pytest.mark.usefixtures("warm")
 def test_a_request_to_run_again_is_read_by_one_worker_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the slower one writes "waiting" into the folder of a trial that the other one has already begun."""
-    folder = tmp_path / "s"
-    worker, queue = worker_of(folder, 1)
+    worker, queue = worker_of(1)
     worker.run()
-    other, second = worker_of(folder, 1)
-    ask_for(folder, [0])
+    other, second = worker_of(1)
+    ask_for(tmp_path / "s", [0])
     record = worker._record_waiting
 
     def late(trial: int) -> None:
         other._look_around()
-        assert second.claim("two", worker._sweep.space, worker._sweep.sampler) is None
+        assert second.claim("two", worker._plan.space, worker._plan.sampler) is None
         record(trial)
 
     monkeypatch.setattr(worker, "_record_waiting", late)
     worker._look_around()
     assert [(one.trial, one.attempt) for one in queue._attempts()] == [(0, 1), (0, 2)]
     other.run()
-    assert trial(folder, 0)["status"] == "done"
-    for one in (queue, second):
-        one.close()
+    assert trial(tmp_path / "s", 0)["status"] == "done"
 
 
 def test_an_earlier_attempt_that_ends_does_not_change_the_trials_status(tmp_path: Path) -> None:
     """The worker that records a dead worker's end may be slower than the one that has the trial now."""
+    run = trial_folder(tmp_path, 0)
     for number in (1, 2):
-        begin_attempt(tmp_path, {"number": number}, trial=0)
-    assert [one["status"] for one in trial_at(tmp_path)["attempts"]] == ["interrupted", "running"]
-    end_attempt(tmp_path, 1, "interrupted", None, "its worker died")
-    found = trial_at(tmp_path)
-    assert (found["status"], found["why"]) == ("running", None)
-    assert [one["status"] for one in found["attempts"]] == ["interrupted", "running"]
-
-
-def trial_at(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "trial.json") or {}
+        begin_attempt(run, {"number": number}, trial=0)
+    for _ in range(2):
+        found = trial(tmp_path, 0)
+        assert (found["status"], found["why"]) == ("running", None)
+        assert [one["status"] for one in found["attempts"]] == ["interrupted", "running"]
+        end_attempt(run, 1, Ending("interrupted", None, "its worker died"))
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_status_of_an_earlier_attempt_is_not_that_of_this_one(tmp_path: Path) -> None:
-    worker, queue = worker_of(tmp_path / "s", 1)
+def test_the_status_of_an_earlier_attempt_is_not_that_of_this_one(worker_of: Any, tmp_path: Path) -> None:
     folder = trial_folder(tmp_path / "s", 0)
     folder.mkdir(parents=True)
     write_atomic(folder / "status.json", {"status": "stopped", "at": time.time() - 60, "why": "Ctrl-C"})
-    worker.run()
-    assert trial_at(folder)["status"] == "done"
+    worker_of(1)[0].run()
+    assert trial(tmp_path / "s", 0)["status"] == "done"
     assert list((tmp_path / "s" / "workers").iterdir()) == []  # names of workers that died stay there
-    queue.close()
 
 
 @pytest.mark.usefixtures("warm")
 def test_a_request_that_comes_while_the_last_trial_ends_takes_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, queue = worker_of(tmp_path / "s", 1)
-    worker.run()
-    worker, second = worker_of(tmp_path / "s", 1)
+    worker_of(1)[0].run()
+    worker, queue = worker_of(1)
     look = worker._look_around
 
     def late() -> None:
         look()
-        if queue.newest()[0].attempt == 1 and not has_requests(tmp_path / "s"):
+        if states(queue) == [(0, 1, "ended")] and not has_requests(tmp_path / "s"):
             ask_for(tmp_path / "s", [0])
 
     monkeypatch.setattr(worker, "_look_around", late)
     worker.run()
-    assert [(one.attempt, one.state) for one in queue.newest().values()] == [(2, "ended")]
-    for one in (queue, second):
-        one.close()
+    assert states(queue) == [(0, 2, "ended")]
 
 
 def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(tmp_path: Path) -> None:
@@ -293,41 +263,39 @@ def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(
 @pytest.mark.usefixtures("warm")
 def test_more_slots_than_trials_start_one_thread_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread reads the storage from time to time."""
-    places, begin = list[int](), running.SweepWorker.run
+    places: list[int] = []
+    serve = SweepWorker._serve
 
-    def run(self: running.SweepWorker) -> None:
-        places.append(len(self._places))
-        begin(self)
+    def noted(worker: SweepWorker, place: int) -> None:
+        places.append(place)
+        serve(worker, place)
 
-    monkeypatch.setattr(running.SweepWorker, "run", run)
+    monkeypatch.setattr(SweepWorker, "_serve", noted)
     results = sweep(trivial, {"x": [1, 2]}, tmp_path / "s", slots=64)
     assert [one.status for one in results] == ["done", "done"]
-    assert places == [2]
+    assert sorted(places) == [0, 1]
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_trial_whose_folder_is_in_use_lets_others_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_whose_folder_is_in_use_lets_others_go_first(
+    worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank on a host that hangs keeps its lock."""
     monkeypatch.setattr(running, "HELD_S", 0.1)
-    worker, queue = worker_of(tmp_path / "s", 2)
+    worker, queue = worker_of(2)
     first = trial_folder(tmp_path / "s", 0)
     first.mkdir(parents=True)
     (first / "run.json").write_text("{}")
-    lock = FileLock(first / "lock", "run")
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    until(lambda: queue.newest()[1].state == "ended", "the other trial has ended")
-    lock.close()
-    thread.join(30)
-    assert [one.state for one in queue.newest().values()] == ["ended"] * 2
-    queue.close()
+    with in_a_thread(worker.run), closing(FileLock(first / "lock", "run")):
+        until(lambda: queue.newest()[1].state == "ended", "the other trial has ended")
+    assert [state for _, _, state in states(queue)] == ["ended"] * 2
 
 
 @pytest.mark.usefixtures("warm")
 def test_an_ending_that_is_only_in_the_storage_is_written_at_the_next_start(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     first = sweep(trivial, {"x": [3, 1]}, folder, slots=1)
-    path = folder / "trials" / "0001" / "trial.json"
+    path = trial_folder(folder, 1) / "trial.json"
     path.write_text(path.read_text().replace('"done"', '"running"'))  # as after a kill in between
     assert sweep(trivial, {"x": [3, 1]}, folder, slots=1) == first
     found = trial(folder, 1)
@@ -335,88 +303,63 @@ def test_an_ending_that_is_only_in_the_storage_is_written_at_the_next_start(tmp_
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(tmp_path: Path) -> None:
+def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(
+    worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after SIGSTOP for longer than the grace, and SIGCONT."""
-    worker, queue = worker_of(tmp_path / "s", 1)
-    claim = queue.claim(worker._name.name, worker._sweep.space, worker._sweep.sampler)
-    assert claim is not None
-    other = TrialQueue(f"sqlite:///{tmp_path / 's' / 'study.db'}", "s", beat_s=1, grace_s=3)
-    other.take_over("two", lambda name: True)
-    pool = vars(running)["Pool"](1, {})
-    assert worker._run(0, claim, pool)  # the worker continues before the trial began
-    pool.close()
+    worker, queue = worker_of(1)
+    claim = claimed(worker, queue, "one")
+    worker_of(1)[1].take_over("two", lambda name: True)
+    with closing(vars(running)["Pool"](1, {})) as pool:
+        assert worker._run(0, claim, pool)  # the worker continues before the trial began
     assert not (tmp_path / "s" / "trials").exists()
-    folder = tmp_path / "s" / "trials" / "0000"  # and one that had begun
-    mine = running.Running(claim, folder, pool, ObjectiveReader(folder, worker._sweep.objective))
+    folder = trial_folder(tmp_path / "s", 0)  # and one that had begun
+    queue._mine[claim.key] = claim
+    mine = running.Running(claim, folder, pool, ObjectiveReader(folder, worker._plan.objective))
     worker._running[0] = mine
     killed: list[bool] = []
-    mine.kill = lambda: killed.append(True)  # type: ignore[method-assign]
-    worker._give_up(claim)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "ask_to_stop", lambda *_: pytest.fail("asked the other worker's run to stop"))
-        worker._look_at(mine, time.monotonic())
+    monkeypatch.setattr(mine, "kill", lambda: killed.append(True))
+    monkeypatch.setattr(running, "ask_to_stop", lambda *_: pytest.fail("asked the other worker's run to stop"))
+    worker._follow(True, False)
+    worker._look_at(mine, time.monotonic())
     assert killed == [True]
-    worker._name.close()
-    for one in (queue, other):
-        one.close()
 
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("harm", ["removed", "damaged"])
 def test_a_storage_that_fails_stops_trials_with_checkpoints(harm: str, tmp_path: Path) -> None:
-    folder, caught = tmp_path / "s", list[BaseException]()
+    folder = tmp_path / "s"
 
     def start() -> None:
-        try:
+        with pytest.raises(StorageUnreachable) as caught:
             sweep(train, {"rate": [0.1]}, folder, slots=1, keywords={"steps": LONG}, heartbeat_s=1)
-        except BaseException as error:
-            caught.append(error)
+        said.append(str(caught.value))
 
-    thread = threading.Thread(target=start)
-    thread.start()
-    until(lambda: update_of(folder, 0), "updates of the trial")
-    if harm == "removed":
-        (folder / "study.db").unlink()
-    else:
-        with closing(sqlite3.connect(folder / "study.db")) as database:
-            database.execute("DROP TABLE trial_heartbeats")
-    thread.join(30)
-    assert not thread.is_alive()
-    assert {"removed": "was removed", "damaged": "failed"}[harm] + " while the sweep ran" in str(caught[0])
-    assert "Running trials were stopped with checkpoints." in str(caught[0])
-    assert "tart the sweep again" in str(caught[0])
-    assert len(list((folder / "trials" / "0000" / "checkpoints").glob("step-*"))) >= 1
-    made = updates(folder / "trials" / "0000")
+    said: list[str] = []
+    with in_a_thread(start):
+        until(lambda: update_of(folder, 0), "updates of the trial")
+        if harm == "removed":
+            (folder / "study.db").unlink()
+        else:
+            with closing(sqlite3.connect(folder / "study.db")) as database:
+                database.execute("DROP TABLE trial_heartbeats")
+    assert {"removed": "was removed", "damaged": "failed"}[harm] + " while the sweep ran" in said[0]
+    assert "Running trials were stopped with checkpoints." in said[0]
+    assert "tart the sweep again" in said[0]
+    assert list(trial_folder(folder, 0).glob("checkpoints/step-*"))
+    made = updates(trial_folder(folder, 0))
     assert made == list(range(1, len(made) + 1))
 
 
 @pytest.mark.slow
-def test_a_second_request_kills_trials_that_resume_later(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    folder.mkdir()
-    plan = SweepPlan(
-        _long_job(), {"rate": [0.1], "fault": ["never ends"]}, None, None, None, "loss", "minimize", 50, 1, None, 0, 1
-    )  # fmt: skip
-    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", "s", beat_s=1, grace_s=3, direction="minimize")
-    queue.add_trials(plan.space)
-    one = running.Sweep(folder, plan.job, plan.space, plan.objective, 1, 0, lambda trial: _sampler())
-    worker = running.SweepWorker(one, queue, [{}], lambda line: None)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    until(lambda: update_of(folder, 0), "updates of the trial")
-    worker.stop("Ctrl-C")
-    worker.stop("Ctrl-C")
-    thread.join(20)
-    assert not thread.is_alive()
+def test_a_second_request_kills_trials_that_resume_later(worker_of: Any, tmp_path: Path) -> None:
+    worker, queue = worker_of(1, faulty)
+    with in_a_thread(worker.run):
+        until(lambda: update_of(tmp_path / "s", 0), "updates of the trial")
+        worker.stop("Ctrl-C")
+        worker.stop("Ctrl-C")
     assert queue.newest()[0].state == "waiting"  # not "killed"
-    assert trial(folder, 0)["status"] == "interrupted"
-    queue.close()
-
-
-def _long_job() -> Any:
-    from ddp_loop.sweeps.jobs import FunctionJob
-
-    return FunctionJob(faulty)
+    assert trial(tmp_path / "s", 0)["status"] == "interrupted"
 
 
 @pytest.mark.usefixtures("warm")
@@ -427,7 +370,6 @@ def test_workers_ignore_a_stop_request_for_earlier_ones(tmp_path: Path) -> None:
     (folder / "healed").touch()
     assert main(["sweep", "again", str(folder), "--slots", "1"]) == 0
     assert trial(folder, 0)["status"] == "done"
-    forget_stop(folder)
 
 
 @pytest.mark.slow

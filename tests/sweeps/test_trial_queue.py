@@ -1,4 +1,4 @@
-"""Trials that several workers take from one storage: each trial once, including those of dead workers."""
+"""Trials that several workers take from one storage, each once: those of dead workers, and while it is away."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import signal
 import sqlite3
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from optuna.trial import TrialState
 from sqlalchemy import Engine, event
 from sqlalchemy.sql.ddl import SchemaGenerator
 
+from ddp_loop.sweeps import storage
 from ddp_loop.sweeps.plan import make_sampler
 from ddp_loop.sweeps.space import Space, make_space
 from ddp_loop.sweeps.trial_queue import READY, Attempt, Claim, Ending, TrialQueue
@@ -80,11 +82,31 @@ def in_processes(folder: Path, trials: int, processes: int, threads: int) -> Cou
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Any:
-    queue = opened(tmp_path)
-    queue.add_trials(space_of(4))
-    yield queue
-    queue.close()
+def queue(tmp_path: Path) -> Iterator[TrialQueue]:
+    with closing(opened(tmp_path)) as queue:
+        queue.add_trials(space_of(4))
+        yield queue
+
+
+@pytest.fixture
+def other(queue: TrialQueue, tmp_path: Path) -> Iterator[TrialQueue]:
+    """The same queue in another process."""
+    with closing(opened(tmp_path)) as other:
+        yield other
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no queue wait inside SQLite itself, nor before it tries again."""
+    monkeypatch.setattr(storage, "_settings", lambda url: {"connect_args": {"timeout": 0}})
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+
+
+@contextmanager
+def database_of(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The storage itself, whose changes are committed."""
+    with closing(sqlite3.connect(folder / "study.db")) as database, database:
+        yield database
 
 
 def claimed(queue: TrialQueue, worker: str = "one") -> Claim:
@@ -95,76 +117,48 @@ def claimed(queue: TrialQueue, worker: str = "one") -> Claim:
 
 @pytest.mark.slow
 @pytest.mark.covers("F1", "G5")
-def test_workers_of_two_processes_take_each_trial_once(tmp_path: Path) -> None:
-    queue = opened(tmp_path)
-    queue.add_trials(space_of(40))
-    taken = in_processes(tmp_path, 40, processes=3, threads=2)
-    assert taken == Counter((trial, 1) for trial in range(40))
-    assert [one.state for one in queue.newest().values()] == ["ended"] * 40
-    queue.close()
-
-
-@pytest.mark.slow
-def test_queues_of_two_storages_of_one_process_take_each_trial_once(tmp_path: Path) -> None:
-    """Threads of two queues collide more often than processes do."""
-    queues = [opened(tmp_path) for _ in range(4)]
-    queues[0].add_trials(space_of(60))
-    taken: list[tuple[int, int]] = []
-    threads = [
-        threading.Thread(target=lambda one=one, n=n: taken.extend(take_all(one, f"worker-{n}", space_of(60))))
-        for n, one in enumerate(queues)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one in queues:
-        one.close()
-    assert Counter(taken) == Counter((trial, 1) for trial in range(60))
+def test_workers_of_several_processes_take_each_trial_once(tmp_path: Path) -> None:
+    with closing(opened(tmp_path)) as queue:
+        queue.add_trials(space_of(40))
+        taken = in_processes(tmp_path, 40, processes=3, threads=2)
+        assert taken == Counter((trial, 1) for trial in range(40))
+        assert queue.is_over()
 
 
 @pytest.mark.covers("G5")
-def test_workers_that_notice_a_dead_one_at_the_same_time_give_its_trial_to_one(tmp_path: Path) -> None:
-    queues = [opened(tmp_path) for _ in range(3)]
-    queues[0].add_trials(space_of(1))
-    claimed(queues[0], "dead")
+def test_workers_that_notice_a_dead_one_at_the_same_time_give_its_trial_to_one(
+    queue: TrialQueue, other: TrialQueue
+) -> None:
+    claimed(queue, "dead")
     recorded: list[Attempt] = []
     meet = threading.Barrier(2)
 
-    def notice(number: int) -> None:
+    def notice(one: TrialQueue, name: str) -> None:
         meet.wait()
-        queues[number].take_over(f"worker-{number}", lambda worker: worker == "dead", recorded.append)
+        one.take_over(name, lambda worker: worker == "dead", recorded.append)
 
-    threads = [threading.Thread(target=notice, args=(number,)) for number in (1, 2)]
+    queue._mine.clear()  # as in another process
+    threads = [threading.Thread(target=notice, args=pair) for pair in ((queue, "one"), (other, "two"))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert [(one.trial, one.attempt, one.state) for one in recorded] == [(0, 1, "interrupted")]
-    taken = [queues[number].claim(f"worker-{number}", space_of(1), sampler) for number in (1, 2, 1, 2)]
-    assert [(one.trial, one.attempt) for one in taken if one is not None] == [(0, 2)]
-    for one in queues:
-        one.close()
-
-
-def test_of_two_attempts_with_one_number_only_the_first_is_taken(queue: TrialQueue) -> None:
-    claim = claimed(queue)
-    queue.end(claim, None)
-    first = next(one for one in queue._frozen("WAITING") if one.user_attrs["attempt"] == 2)
-    queue._add(0, 2, (first.params, first.distributions), {"parameters": {"x": 0}})  # as another worker does
-    taken = take_all(queue, "one", space_of(4))
+    taken = take_all(queue, "one", space_of(4)) + take_all(other, "two", space_of(4))
     assert sorted(taken) == [(0, 2), (1, 1), (2, 1), (3, 1)]
 
 
-def test_a_trial_that_was_added_twice_runs_once(queue: TrialQueue) -> None:
-    """Its storage had it, but the answer was lost, and the call was repeated."""
-    first = queue._frozen("WAITING")[0]
-    queue._add(0, 1, (first.params, first.distributions), {"parameters": {"x": 0}})
-    assert take_all(queue, "one", space_of(4)) == [(trial, 1) for trial in range(4)]
+@pytest.mark.parametrize("attempt", [1, 2], ids=["its answer was lost", "two workers noticed a dead one"])
+def test_a_trial_that_was_added_twice_runs_once(attempt: int, queue: TrialQueue) -> None:
+    if attempt == 2:
+        queue.end(claimed(queue), None)
+    first = min(queue._frozen("WAITING"), key=lambda one: int(one.user_attrs["trial"]))
+    queue._add(0, attempt, first.params, first.distributions, {"parameters": {"x": 0}})
+    assert take_all(queue, "one", space_of(4)) == [(0, attempt), (1, 1), (2, 1), (3, 1)]
 
 
-def test_a_worker_whose_trial_was_given_away_can_neither_end_it_nor_write(queue: TrialQueue, tmp_path: Path) -> None:
-    claim, other = claimed(queue), opened(tmp_path)
+def test_a_worker_whose_trial_was_given_away_can_neither_end_it_nor_write(queue: TrialQueue, other: TrialQueue) -> None:
+    claim = claimed(queue)
     other.take_over("two", lambda worker: True)
     written: list[str] = []
     assert not queue.holds(claim)
@@ -173,25 +167,17 @@ def test_a_worker_whose_trial_was_given_away_can_neither_end_it_nor_write(queue:
     assert not queue.end(claim, None, lambda: written.append("interrupted"))
     assert written == []
     assert queue.newest()[0].state == "waiting"
-    other.close()
 
 
-def test_a_returned_trial_is_recorded_before_another_worker_can_take_it(queue: TrialQueue, tmp_path: Path) -> None:
-    claim, other = claimed(queue), opened(tmp_path)
-    seen: list[int | None] = []
-
-    def record() -> None:
-        taken = other.claim("two", space_of(4), sampler)
-        seen.append(None if taken is None else taken.trial)
-
-    assert queue.end(claim, None, record)
-    assert seen == [1]  # trial 0 is not in line yet
+def test_a_returned_trial_is_recorded_before_another_worker_can_take_it(queue: TrialQueue, other: TrialQueue) -> None:
+    taken: list[int] = []
+    assert queue.end(claimed(queue), None, lambda: taken.append(claimed(other, "two").trial))
+    assert taken == [1]  # trial 0 is not in line yet
     assert queue.newest()[0].state == "waiting"
-    other.close()
 
 
-def test_an_ending_that_a_killed_worker_had_stored_stays(queue: TrialQueue, tmp_path: Path) -> None:
-    claim, other = claimed(queue), opened(tmp_path)
+def test_an_ending_that_a_killed_worker_had_stored_stays(queue: TrialQueue, other: TrialQueue) -> None:
+    claim = claimed(queue)
     with pytest.raises(KeyboardInterrupt):
         queue.end(claim, Ending("done", 2.5), _interrupt)  # killed between the ending and the last state
     recorded: list[Attempt] = []
@@ -199,31 +185,24 @@ def test_an_ending_that_a_killed_worker_had_stored_stays(queue: TrialQueue, tmp_
     assert [(one.trial, one.ending) for one in recorded] == [(0, Ending("done", 2.5))]
     assert other.newest()[0].state == "ended"
     assert other.study.best_value == 2.5  # TPE learns from it
-    other.close()
 
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path) -> None:
-    """Two workers claim one trial; the later one must not mistake the other's claim for its own."""
-    first, second = opened(tmp_path), opened(tmp_path)
-    first.add_trials(space_of(1))
-    change, claims = second._storage.set_trial_state_values, list[Claim | None]()
-
-    def late(*arguments: Any) -> bool:
-        claims.append(first.claim("first", space_of(1), sampler))
-        return change(*arguments)
-
-    second._storage.set_trial_state_values = late  # type: ignore[method-assign, assignment]
-    assert second.claim("second", space_of(1), sampler) is None
-    second._storage.set_trial_state_values = change  # type: ignore[method-assign]
-    second.take_over("second", ALIVE)
-    assert claims[0] is not None
-    assert first.holds(claims[0])
-    for one in (first, second):
-        one.close()
+def test_a_worker_that_comes_too_late_leaves_no_name(
+    queue: TrialQueue, other: TrialQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would later mistake the other worker's trial for one of its own that it lost."""
+    waiting = other._frozen("WAITING")
+    claimed(queue, "first")
+    with monkeypatch.context() as late:
+        late.setattr(other, "_frozen", lambda *states: waiting[:1])
+        assert other.claim("second", space_of(4), sampler) is None
+    assert queue.newest()[0].worker == "first"
+    other.take_over("second", ALIVE)
+    assert queue.newest()[0].state == "running"
 
 
 def test_an_attempt_whose_worker_died_before_it_left_its_name_is_taken_over(queue: TrialQueue, tmp_path: Path) -> None:
@@ -232,7 +211,7 @@ def test_an_attempt_whose_worker_died_before_it_left_its_name_is_taken_over(queu
     queue._storage.set_trial_state_values(key, TrialState.RUNNING)
     queue.take_over("two", ALIVE)
     assert queue.newest()[0].state == "running"  # its worker may be about to write its name
-    with closing(sqlite3.connect(tmp_path / "study.db")) as database, database:
+    with database_of(tmp_path) as database:
         database.execute("UPDATE trials SET datetime_start = '2020-01-01 00:00:00' WHERE state = 'RUNNING'")
     queue.take_over("two", ALIVE)
     assert (queue.newest()[0].attempt, queue.newest()[0].state) == (2, "waiting")
@@ -259,12 +238,11 @@ def test_a_resumed_trial_reports_no_update_twice(queue: TrialQueue) -> None:
 
 
 def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> None:
-    queue = opened(tmp_path)
-    queue.add_trials(replace(space_of(4), trials=2))  # a process that was killed in the middle had added two
-    assert queue.facts[READY]
-    queue.add_trials(space_of(4))
-    assert sorted(take_all(queue, "one", space_of(4))) == [(trial, 1) for trial in range(4)]
-    queue.close()
+    with closing(opened(tmp_path)) as queue:
+        queue.add_trials(replace(space_of(4), trials=2))  # a process that was killed in the middle had added two
+        assert queue.facts[READY]
+        queue.add_trials(space_of(4))
+        assert take_all(queue, "one", space_of(4)) == [(trial, 1) for trial in range(4)]
 
 
 @pytest.mark.covers("G5")
@@ -315,3 +293,94 @@ def test_a_kill_while_the_study_is_made_leaves_no_file_that_stays(at: int, tmp_p
     opened(folder).close()
     assert [path.name for path in folder.iterdir()] == ["study.db"]
     assert indices_of(folder) == indices_of(tmp_path / "whole")
+
+
+# -- a storage that is away ---------------------------------------------------------------------------------
+
+
+def age_heartbeats(folder: Path) -> None:
+    """Make all heartbeats old, as after a long pause of the process that sent them."""
+    with database_of(folder) as database:
+        database.execute("UPDATE trial_heartbeats SET heartbeat = '2020-01-01 00:00:00'")
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.usefixtures("impatient")
+def test_a_locked_storage_is_waited_for(queue: TrialQueue, tmp_path: Path) -> None:
+    said: list[str] = []
+    with database_of(tmp_path) as other:
+        claim = claimed(queue)
+        other.execute("BEGIN EXCLUSIVE")
+
+        def say(line: str) -> None:
+            said.append(line)
+            other.rollback()
+
+        queue.patience.say = say
+        assert queue.end(claim, Ending("done", 1.0))
+    assert "does not answer ((sqlite3.OperationalError) database is locked" in said[0]
+    assert said[1].endswith("answers again.")
+    assert queue.study.best_value == 1.0
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("reason", ["time", "stop"])
+def test_a_storage_that_stays_unreachable_is_an_error(
+    reason: str, queue: TrialQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "time":
+        monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
+    else:
+        queue.patience.ends = lambda: True
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
+    claim = claimed(queue)
+    with database_of(tmp_path) as database:
+        database.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(storage.StorageUnreachable, match="database is locked"), storage.failures_explained("x://"):
+            queue.end(claim, Ending("done", 1.0))
+
+
+def test_heartbeats_that_are_old_for_another_reason_do_not_count(
+    queue: TrialQueue, other: TrialQueue, tmp_path: Path
+) -> None:
+    claim = claimed(queue)
+    recorded: list[Attempt] = []
+    age_heartbeats(tmp_path)
+    queue.take_over("one", lambda worker: None)  # this process was stopped for a while
+    assert queue.holds(claim)
+    age_heartbeats(tmp_path)
+    for ago_s, holds in ((0, True), (61, False)):  # no worker could send one while the storage was away
+        other.patience.failed_at = time.monotonic() - ago_s
+        other.take_over("two", lambda worker: None, recorded.append)
+        assert queue.holds(claim) == holds
+    assert [(one.trial, one.attempt, one.state) for one in recorded] == [(0, 1, "interrupted")]
+
+
+def test_a_trial_that_cannot_run_yet_does_not_keep_others_from_running(queue: TrialQueue) -> None:
+    taken = [queue.claim("one", space_of(4), sampler, last={0}) for _ in range(4)]
+    assert [claim.trial for claim in taken if claim is not None] == [1, 2, 3, 0]
+
+
+@pytest.mark.covers("G5")
+def test_a_connection_lost_within_a_call_is_waited_for(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna reads trials by several statements, and answers the failure of one with another on the same connection."""
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    said: list[str] = []
+    with closing(TrialQueue(postgres_url, "s", beat_s=1, grace_s=60, direction="minimize")) as queue:
+        queue.add_trials(space_of(2))
+        queue.patience.say = said.append
+        lose_connection(queue, within="trial_user_attributes.trial_id IN")
+        assert claimed(queue).trial == 0
+    assert [line.endswith("answers again.") for line in said] == [False, True]
+
+
+def lose_connection(queue: TrialQueue, within: str) -> None:
+    """Have the server end the connection of the next statement that holds these words, before it runs."""
+    engine, lost = queue._backend.engine, list[int]()
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def end(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if within in statement and not lost:
+            lost.append(connection.connection.driver_connection.info.backend_pid)
+            with engine.connect() as other:
+                other.exec_driver_sql(f"SELECT pg_terminate_backend({lost[0]}, 60000)")
