@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_close
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, samples
-from tests.support.training import train
+from tests.support.refusals import ALL, Refused
+from tests.support.training import train, train_in, train_plainly
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -112,9 +112,7 @@ def after_a_step(model: nn.Module) -> tuple[Tensors, Tensors]:
 
 def train_on_ranks(kind: type[nn.Module], shards: int | None) -> list[tuple[Tensors, Tensors]]:
     model = network(kind)
-    return train(
-        model, shards=shards, allow_single_sample_shards=True, after_fold=lambda step, result: after_a_step(model)
-    )
+    return train(model, shards=shards, allow_single_sample_shards=True, after_fold=lambda *_: after_a_step(model))
 
 
 @pytest.mark.parametrize("kind", [Transposing, Frozen, Reading, ByName, Untracked, UntrackedAtFirst])
@@ -124,11 +122,7 @@ def test_statistics_are_those_of_the_values_that_the_norm_sees(
     on_ranks: OnRanks, kind: type[nn.Module], ranks: int
 ) -> None:
     model = network(kind)
-    expected = []
-    for rows in samples(24).split(6):
-        model.zero_grad()
-        loss_of(model, rows).backward()
-        expected.append(after_a_step(model))
+    expected = train_plainly(model, after_backward=lambda: after_a_step(model))
     for found in on_ranks(ranks, train_on_ranks, kind, 4):
         for one, other in zip(found, expected, strict=True):
             assert is_close(one[0], other[0])
@@ -137,11 +131,7 @@ def test_statistics_are_those_of_the_values_that_the_norm_sees(
 
 
 def train_refused(world: dl.World, folder: str, kind: type[nn.Module]) -> None:
-    model = network(kind)
-    for step in loop_over(world, folder, model):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+    train_in(world, network(kind), run_dir=folder)
 
 
 @pytest.mark.parametrize(

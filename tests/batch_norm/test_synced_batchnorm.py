@@ -195,18 +195,23 @@ def test_a_world_of_one_gives_the_bits_of_torchs_own() -> None:
         assert same_on_all([tensors, expected[name]])
 
 
-def bytes_of_a_layer(rows: int) -> int:
+def bytes_of_a_layer(rows: int, needs_gradient: bool = True) -> list[int]:
+    """Of each collective, in a forward and a backward."""
     patch = mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", rows)
     with patch, dl.join_world() as world, counted(world) as handed:
         layer = sync_batch_norm(nn.BatchNorm1d(100), world)
         handed.clear()
-        layer(torch.randn(4, 100, requires_grad=True)).sum().backward()
-        return sum(map(sum, handed))
+        layer(torch.randn(2 * world.rank, 100, requires_grad=needs_gradient)).sum().backward()
+        return [sum(each) for each in handed]
 
 
 @pytest.mark.covers("J13")
 @pytest.mark.both_exchanges
-def test_the_bytes_of_one_row_do_not_grow_with_the_ranks(on_ranks: OnRanks) -> None:
-    on_two, on_four = (on_ranks(ranks, bytes_of_a_layer, 1)[0] for ranks in (2, 4))
-    assert on_two == on_four == 2 * 8 * (3 + 2 * 100)  # forward and backward
-    assert on_ranks(4, bytes_of_a_layer, 8)[0] == 4 * on_four
+def test_a_forward_and_a_backward_are_a_collective_each_whose_one_row_does_not_grow_with_the_ranks(
+    on_ranks: OnRanks,
+) -> None:
+    row = 8 * (3 + 2 * 100)
+    for ranks in (2, 4):
+        assert on_ranks(ranks, bytes_of_a_layer, 1)[0] == [row, row]
+    assert on_ranks(4, bytes_of_a_layer, 8)[0] == [4 * row, 4 * row]
+    assert on_ranks(2, bytes_of_a_layer, 1, False)[0] == [row]  # its backward has nowhere to go

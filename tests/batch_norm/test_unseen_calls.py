@@ -1,4 +1,4 @@
-"""Running statistics that move out of the hooks' sight: compiled code, buffers of the caller's, recomputation, kernels.
+"""Running statistics that move out of the hooks' sight: compiled code, buffers of the caller's.
 
 Statistics are compared with 1e-12: float64, sums of some ten terms.
 """
@@ -16,11 +16,10 @@ import torch._dynamo
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from ddp_loop.batch_norm import capture
-from tests.support.comparing import Tensors, is_close
+from tests.support.comparing import Tensors, buffers_of, is_close
 from tests.support.devices import CPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, does_it, loop_over, samples
@@ -36,15 +35,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def buffers_of(model: nn.Module) -> Tensors:
-    return [buffer.clone() for buffer in model.buffers()]
-
-
 def train(world: dl.World, model: nn.Module, act: Act, shards: int | None, count: int = 24) -> Tensors:
     """The buffers after an epoch in which `act` does what is done with a shard."""
-    for step in loop_over(
-        world, ".", model, run_dir=None, shards=shards, count=count, check_replicas_every=1
-    ):  # fmt: skip
+    for step in loop_over(world, ".", model, run_dir=None, shards=shards, count=count, check_replicas_every=1):
         for rows in step:
             act(step, rows)
         step.fold()
@@ -175,42 +168,7 @@ def test_a_functional_call_moves_the_modules_buffers_or_the_callers(which: str, 
             assert is_close(given, plain)
 
 
-# -- activation checkpointing ------------------------------------------------------------------------------
-
-
-def train_checkpointed(way: str, kind: str, shards: int | None, with_more_losses: bool) -> Tensors:
-    torch.manual_seed(0)
-    with dl.join_world() as world:
-        if kind == "instance":
-            norm = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
-        else:
-            norm = nn.Sequential(nn.BatchNorm1d(4))
-        model = nn.Sequential(nn.Linear(4, 4), *norm, nn.Linear(4, 1)).double()
-
-        def call(rows: torch.Tensor) -> torch.Tensor:
-            if way == "plain":
-                return model(rows)  # type: ignore[no-any-return]
-            rows = rows.detach().requires_grad_()
-            return checkpoint(model, rows, use_reentrant=way == "reentrant")  # type: ignore[no-any-return]
-
-        def act(step: dl.Step, rows: torch.Tensor) -> None:
-            if with_more_losses:
-                step.backward(call(rows).mean(), more_losses=True)
-            step.backward(call(rows).mean())
-
-        return train(world, model, act, shards)
-
-
-@pytest.mark.parametrize("with_more_losses", [False, True])
-@pytest.mark.parametrize("kind", ["batch", "instance"])
-@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 3), (2, 1), (1, 1)])
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
-def test_recomputation_in_backward_leaves_running_statistics_alone(
-    way: str, ranks: int, shards: int | None, kind: str, with_more_losses: bool, on_ranks: OnRanks
-) -> None:
-    expected = on_ranks(ranks, train_checkpointed, "plain", kind, shards, with_more_losses)[0]
-    for found in on_ranks(ranks, train_checkpointed, way, kind, shards, with_more_losses):
-        assert all(map(torch.equal, found, expected))
+# -- called again ------------------------------------------------------------------------------------------
 
 
 def call_after_backward(shards: int) -> Tensors:

@@ -35,3 +35,11 @@ def distance(one: Tensors, other: Tensors) -> float:
 def is_close(found: Tensors, wanted: Tensors) -> bool:
     """Whether two lists of tensors are equal within 1e-12, as float64 is where only the order of a sum differs."""
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in zip(found, wanted, strict=True))
+
+
+def buffers_of(model: nn.Module) -> Tensors:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def state_of(*modules: nn.Module) -> Tensors:
+    return [tensor.detach().clone() for module in modules for tensor in module.state_dict().values()]

@@ -108,6 +108,8 @@ def move_statistics(model: nn.Module, opened: Tensors, noted: dict[tuple[int, in
         if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
             continue
         layer.num_batches_tracked += 1
+        if not any(map(len, noted[call, number])):
+            continue
         decay = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
         mean, variance = moments(noted[call, number])
         layer.running_mean.mul_(1 - decay).add_(decay * mean)

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from benchmarks.payload import travelling
@@ -48,7 +49,7 @@ class Drift(nn.Module):
         if self.training:
             self.level.lerp_(rows.detach().mean(0), 0.1)
             self.calls += 1
-        return rows + self.level
+        return rows * (1 + self.level)
 
 
 class Complex(nn.Module):
@@ -79,14 +80,41 @@ class Calls(nn.Module):
         return self.last(values.flatten(1))  # type: ignore[no-any-return]
 
 
+class Branch(nn.Module):
+    """Rows that are selected, often none, pass through a norm: without rows torch counts the call alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=None)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_selected = x[:, 0, 0] > 0.5
+        branch = torch.zeros_like(x).index_put((is_selected,), self.norm(x[is_selected]))
+        return self.last((x + branch).flatten(1))  # type: ignore[no-any-return]
+
+
+def instance_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
 NETWORKS = {
     **CASES,
+    "instance norm": Case(instance_norm, (2, 4)),
+    "a branch with few rows": Case(Branch, (2, 4)),
     "buffers": Case(lambda: nn.Sequential(Drift(), nn.Linear(6, 3)), (6,)),
     "complex": Case(lambda: nn.Sequential(Complex(), nn.Linear(3, 3)), (6,)),
     "calls that differ": Case(Calls, (2, 4)),
 }
-SYNCED = {"batch norm 1d", "batch norm 2d", "momentum None", "affine off"}
-LOSSES = ("mean", "sum", "weights", "tokens", "weighted sum", "several", "held")
+SYNCED = {
+    *("batch norm 1d", "batch norm 2d", "momentum None", "affine off"),
+    *("a frozen layer", "a layer used twice", "a branch with few rows"),
+}
+DTYPES_OF_ITS_OWN = {"complex", "two dtypes"}
+CHANGED_IN_FORWARD = {"buffers", "spectral norm"}  # whose outputs differ when they are computed again, in torch too
+LOSSES = ("mean", "sum", "weights", "tokens", "weighted sum", "several", "held", "held at times")
 WEIGHTED = ("weights", "tokens", "weighted sum")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.05),
@@ -101,25 +129,32 @@ class Job:
     """What is trained, how it is cut, and what the script does."""
 
     network: str
-    loss: str
-    ranks: int
-    shards: int | None  # fixed ones
-    shares: tuple[int, ...] | None  # of the ranks
-    batch_size: int
-    samples: int
-    passes: int  # of each step
-    bucket_cap_mib: float
-    optimizer: str
-    clipped: bool
-    is_channels_last: bool
-    moments: bool  # whether statistics travel as those
-    is_synced: bool
-    frozen_at: int  # the step in which the first layer is frozen; 0 for never
-    bad_sample: int  # which spoils its step; -1 for none
-    spoils: str  # what of it is nan
-    scaler: str  # what scales the loss or its gradient
-    shuffle: bool
-    is_twice: bool  # whether the first layer is in the state under another name too
+    loss: str = "mean"
+    ranks: int = 2
+    shards: int | None = None  # fixed ones
+    shares: tuple[int, ...] | None = None  # of the ranks
+    batch_size: int = 6
+    samples: int = 23
+    passes: int = 1  # of each step
+    bucket_cap_mib: float = 8.0
+    optimizer: str = "SGD"
+    clipped: bool = False
+    is_channels_last: bool = False
+    moments: bool = False  # whether statistics travel as those
+    is_synced: bool = False
+    is_synced_late: bool = False  # after the loop was made
+    recomputed: str = "no"  # inside backward, by which way of torch, if at all
+    frozen_at: int = 0  # the step in which the first layer is frozen; 0 for never
+    bad_sample: int = -1  # which spoils its step; -1 for none
+    spoils: str = "loss"  # what of it is nan
+    scaler: str = ""  # what scales the loss or its gradient
+    shuffle: bool = False
+    is_twice: bool = False  # whether the first layer is in the state under another name too
+    is_float32: bool = False
+
+    def is_held(self, step: int) -> bool:
+        """Whether the loss of a step needs all outputs."""
+        return self.loss == "held" or (self.loss == "held at times" and step % 2 == 0)
 
     def pieces(self, indices: list[int]) -> Iterator[list[int]]:
         """The samples of each shard of a mini-batch."""
@@ -142,17 +177,22 @@ def jobs(draw: st.DrawFn) -> Job:
     batch_size = draw(st.integers(1, 9))
     samples = draw(st.integers(1, 4 * batch_size))
     network = draw(st.sampled_from(sorted(NETWORKS)))
+    loss = draw(st.sampled_from(LOSSES))
+    # Where only a GPU knows that a shard's weight is 0, its gradients are 0, and a plain loop's are None.
+    assume(network != "a branch not always taken" or loss not in ("tokens", "weighted sum"))
     is_synced = network in SYNCED and draw(st.booleans())
     bad = draw(st.just(-1) | st.integers(0, samples - 1))
     ranks = draw(st.integers(1, 3))
-    shards = None if is_synced else draw(st.none() | st.integers(1, 6))
+    shards = draw(st.none() | st.integers(1, ranks if is_synced else 6))
+    may_recompute = not is_synced and (network not in CHANGED_IN_FORWARD or loss == "held")
+    ways = ("no", "no", "not reentrant", "reentrant")
     shares = st.tuples(*[st.integers(0, 3)] * ranks).filter(any)
     return Job(
         network=network,
-        loss=draw(st.sampled_from(LOSSES)),
+        loss=loss,
         ranks=ranks,
         shards=shards,
-        shares=None if shards is not None and shards < ranks else draw(st.none() | shares),
+        shares=None if shards is not None and (is_synced or shards < ranks) else draw(st.none() | shares),
         batch_size=batch_size,
         samples=samples,
         passes=draw(st.sampled_from((1, 1, 2))),
@@ -162,6 +202,8 @@ def jobs(draw: st.DrawFn) -> Job:
         is_channels_last=len(NETWORKS[network].shape) == 3 and draw(st.booleans()),
         moments=draw(st.booleans()),
         is_synced=is_synced,
+        is_synced_late=draw(st.booleans()),
+        recomputed=draw(st.sampled_from(ways)) if may_recompute else "no",
         frozen_at=0 if network == "a branch not always taken" else draw(st.integers(0, 3)),
         bad_sample=bad,
         spoils=draw(st.sampled_from(sorted(SPOILING))),
@@ -169,6 +211,26 @@ def jobs(draw: st.DrawFn) -> Job:
         shuffle=draw(st.booleans()),
         is_twice=draw(st.booleans()),
     )
+
+
+JOBS_OF_INTEREST = [
+    Job("a branch with few rows", batch_size=1),
+    Job("a branch with few rows", batch_size=1, moments=True),
+    Job("a branch with few rows", batch_size=1, is_synced=True),
+    Job("calls that differ", moments=True),
+    Job("a layer used twice", shards=3, recomputed="not reentrant", loss="held"),
+    Job("a layer used twice", ranks=3, is_synced=True, is_synced_late=True, shards=2),
+    Job("instance norm", shards=4, recomputed="reentrant", loss="several"),
+    Job("buffers", shards=4, recomputed="not reentrant", loss="held", passes=2),
+    Job("no batch norm", loss="held at times", passes=2, bucket_cap_mib=1e-5, batch_size=1),
+]
+
+
+def with_jobs_of_interest(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that begins with those."""
+    for job in JOBS_OF_INTEREST:
+        test = example(job=job)(test)
+    return test
 
 
 @dataclass
@@ -190,12 +252,16 @@ class Trained:
         if job.is_channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.criterion = criterion or nn.CrossEntropyLoss()
+        inputs, labels = make_data(case.shape, job.samples)
+        if job.is_float32:
+            self.model.float()
+            self.criterion.float()
+            inputs = inputs.float()
         self.parameters = dict(self.model.named_parameters())
         self.parameters |= {f"criterion.{name}": one for name, one in self.criterion.named_parameters()}
         self.optimizer = OPTIMIZERS[job.optimizer](self.parameters.values())
         device = next(self.model.parameters()).device.type
         self.scaler = torch.amp.GradScaler(device, init_scale=16.0, growth_interval=2, enabled=bool(job.scaler))
-        inputs, labels = make_data(case.shape, job.samples)
         self.data: Shard = (inputs, labels, torch.arange(job.samples))
 
     def freeze(self, step: int) -> None:
@@ -204,6 +270,14 @@ class Trained:
         if step == self.job.frozen_at:
             first = next(self.model.children())
             first.requires_grad_(False)
+
+    def outputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Of a shard."""
+        if self.job.recomputed == "no":
+            return self.model(inputs)  # type: ignore[no-any-return]
+        given = inputs.detach().requires_grad_()
+        found: torch.Tensor = checkpoint(self.model, given, use_reentrant=self.job.recomputed == "reentrant")
+        return found
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Of a shard, or of all."""
@@ -264,7 +338,7 @@ def train(job: Job) -> list[Outcome]:
         with torch.no_grad():
             for parameter in trained.parameters.values():
                 parameter.add_(world.rank)  # all begin with those of rank 0
-        if job.is_synced:
+        if job.is_synced and not job.is_synced_late:
             dl.sync_batch_norm(trained.model, world)
         state: dict[str, object] = {
             "model": trained.model, "criterion": trained.criterion, "optimizer": trained.optimizer,
@@ -280,12 +354,14 @@ def train(job: Job) -> list[Outcome]:
             batches, 2, state=state, progress=False, on_nonfinite="skip", buffer_reduction=rules,
             bucket_cap_mib=job.bucket_cap_mib, allow_single_sample_shards=True,
         )  # fmt: skip
+        if job.is_synced:
+            dl.sync_batch_norm(trained.model, world)  # synced layers stay as they are
         for step in loop:
             trained.freeze(step.iteration)
             for _ in range(job.passes):
                 for shard in step:
                     give(job, step, trained, shard)
-                if job.loss == "held":
+                if job.is_held(step.iteration):
                     outputs, labels, numbers = step.gather()
                     loss = loss_of_all(outputs, trained.loss(outputs, labels, numbers))
                     step.backward(trained.scaled(loss), first=float(outputs.detach()[0].sum()))
@@ -299,8 +375,8 @@ def train(job: Job) -> list[Outcome]:
 def give(job: Job, step: dl.Step, trained: Trained, shard: Shard) -> None:
     """One shard's backward. Afterwards its tensors are written again, as in a script that avoids allocations."""
     inputs, labels, numbers = shard
-    outputs = trained.model(inputs)
-    if job.loss == "held":
+    outputs = trained.outputs(inputs)
+    if job.is_held(step.iteration):
         kept = labels.clone()
         step.hold(outputs, kept, numbers)
         kept.zero_()
@@ -312,7 +388,7 @@ def give(job: Job, step: dl.Step, trained: Trained, shard: Shard) -> None:
     weight = torch.tensor(weight_of(job.loss, numbers))
     if job.loss in WEIGHTED and not weight:
         loss = loss * torch.nan  # a shard of weight 0 adds exactly 0
-    if job.loss == "mean":
+    if job.loss in ("mean", "held at times"):
         step.backward(trained.scaled(loss), **metrics)
     elif job.loss == "sum":
         step.backward(trained.scaled(loss * (len(labels) / step.samples)), reduction="sum", **metrics)
@@ -325,7 +401,7 @@ def give(job: Job, step: dl.Step, trained: Trained, shard: Shard) -> None:
     else:
         weight = torch.tensor(float(len(labels)))  # the usual one
         step.backward(trained.scaled(loss / 4), weight=weight, more_losses=True)
-        other = trained.loss(trained.model(inputs), labels, numbers) * 0.75
+        other = trained.loss(trained.outputs(inputs), labels, numbers) * 0.75
         step.backward(trained.scaled(other), weight=weight, **metrics)
     for one in (loss.detach(), hits, weight):
         one.fill_(1e9)
@@ -343,7 +419,7 @@ def train_plainly(job: Job, order: list[list[int]]) -> list[Outcome]:
         for _ in range(job.passes):
             opened = {name: buffer.clone() for name, buffer in buffers.items()}
             forward_plainly(trained, shards, opened)
-            loss, values = loss_and_values(trained, shards)
+            loss, values = loss_and_values(trained, shards, job.is_held(number))
             trained.optimizer.zero_grad()
             trained.scaler.scale(loss).backward(retain_graph=True)
             gradients = [] if job.scaler else [one.grad for one in trained.parameters.values() if one.grad is not None]
@@ -393,7 +469,8 @@ def forward_plainly(trained: Trained, shards: list[Piece], opened: dict[str, tor
         for hook in hooks:
             hook.remove()
     for name, buffer in model.named_buffers():
-        is_mean = name.endswith("level")  # all shards change the others alike, but for batch norm's, which follow
+        # All shards change the others alike, but for batch norm's, which follow.
+        is_mean = name.endswith("level") or job.network == "instance norm"
         mean = torch.stack([share * own[name] for share, own in left]).sum(0)
         buffer.copy_(mean if is_mean else left[-1][1][name])
     move_statistics(model, opened, noted)
@@ -404,11 +481,11 @@ def joined(shards: list[Piece]) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.cat, zip(*((one.outputs[0], one.labels, one.numbers) for one in shards), strict=True)))
 
 
-def loss_and_values(trained: Trained, shards: list[Piece]) -> tuple[torch.Tensor, list[float]]:
+def loss_and_values(trained: Trained, shards: list[Piece], is_held: bool) -> tuple[torch.Tensor, list[float]]:
     """The loss of a mini-batch, and its metrics."""
     form = trained.job.loss
     outputs, labels, numbers = joined(shards)
-    if form == "held":
+    if is_held:
         loss = loss_of_all(outputs, trained.loss(outputs, labels, numbers))
         return loss, [float(outputs[0].detach().sum())]
     weights = [weight_of(form, shard.numbers) if form in WEIGHTED else float(len(shard)) for shard in shards]
@@ -475,9 +552,10 @@ def bits(outcomes: list[Outcome]) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.covers("C5", "C6", "D1", "D2", "D3", "D4", "D6", "D7", "D11", "J2")
+@pytest.mark.covers("C5", "C6", "D1", "D2", "D3", "D4", "D5", "D6", "D7", "D11", "D13", "J2")
 @pytest.mark.quick_on_gpus
 @given(job=jobs())
+@with_jobs_of_interest
 def test_any_job_is_that_of_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
     wanted = train_plainly(job, order_of(job))
     results = on_ranks(job.ranks, train, job)
@@ -486,10 +564,10 @@ def test_any_job_is_that_of_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
 
 
 @pytest.mark.covers("D3", "D4")
-@given(job=jobs())
-def test_any_job_with_one_shard_has_the_bits_of_the_plain_loop(job: Job) -> None:
+@given(job=jobs(), is_float32=st.booleans())
+def test_any_job_with_one_shard_has_the_bits_of_the_plain_loop(job: Job, is_float32: bool) -> None:
     assume(job.loss != "several")  # torch adds up the gradients of two uses in another order
-    job = replace(job, ranks=1, shards=1, shares=None)
+    job = replace(job, ranks=1, shards=1, shares=None, is_float32=is_float32 and job.network not in DTYPES_OF_ITS_OWN)
     assert bits(train(job)) == bits(train_plainly(job, order_of(job)))
 
 

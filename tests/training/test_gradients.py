@@ -1,8 +1,6 @@
-"""Buckets of gradients, when their sums begin, and backwards that make a gradient twice."""
+"""Buckets of gradients: their sizes, and the gradients of torch's DDP, whatever these are."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
 from tests.support.comparing import Tensors, gradients_of, is_same, same_on_all
 from tests.support.harness import OnRanks
-from tests.support.refusals import loop_over, loss_of, samples
+from tests.support.refusals import loss_of, samples
 from tests.support.training import train
 
 pytestmark = pytest.mark.on_gpus_too
@@ -72,27 +69,6 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(4, 1)).double()
 
 
-def early_starts() -> list[int]:
-    """How many buckets' sums had begun when each shard's backward of the second step returned."""
-    with dl.join_world() as world:
-        model = deep()
-        loop = loop_over(world, "", model, run_dir=None, shards=6, bucket_cap_mib=SMALL_MIB, steps=2, epochs=None)
-        for step in loop:
-            started = []
-            for rows in step:
-                step.backward(loss_of(model, rows))
-                started.append(loop.fold.gradients.current.next)
-            step.fold()
-        return started
-
-
-@pytest.mark.quick_on_gpus
-def test_sums_begin_during_the_last_shards_backward_and_not_before(on_ranks: OnRanks) -> None:
-    for started in on_ranks(2, early_starts):
-        assert started[:2] == [0, 0]
-        assert started[2] > 5
-
-
 def sum_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     # No callback on a future: run by gloo's thread, it can deadlock with the end of the group.
     dist.all_reduce(bucket.buffer())
@@ -127,51 +103,3 @@ def by_loop(bucket_cap_mib: float) -> Tensors:
 def test_gradients_are_those_of_torchs_ddp_with_a_summing_hook(bucket_cap_mib: float, on_ranks: OnRanks) -> None:
     # Two values commute, so on 2 ranks a sum does not depend on how it is cut up.
     assert is_same(same_on_all(on_ranks(2, by_loop, bucket_cap_mib)), on_ranks(2, by_ddp)[0])
-
-
-class Recomputed(nn.Module):
-    """A layer used by two blocks, with batch norm, that may be computed again inside backward."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(4)
-        self.reentrant = reentrant
-        self.double()
-
-    def block(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.norm(self.shared(values)))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        values = self.first(values)
-        for _ in range(2):
-            if self.reentrant is None:
-                values = self.block(values)
-            else:
-                values = checkpoint(self.block, values, use_reentrant=self.reentrant)
-        return self.last(values)  # type: ignore[no-any-return]
-
-
-def recomputed(reentrant: bool | None, **options: Any) -> Tensors:
-    model = Recomputed(reentrant)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, optimizer=optimizer, **options)
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-@pytest.mark.covers("D4")
-@pytest.mark.parametrize(("reentrant", "bucket_cap_mib"), [(False, SMALL_MIB), (True, 8.0)])
-@pytest.mark.parametrize("shards", [2, 3])
-def test_what_is_computed_again_inside_backward_does_not_count_twice(
-    shards: int, reentrant: bool, bucket_cap_mib: float, on_ranks: OnRanks
-) -> None:
-    """With reentrant checkpointing a shared weight's hook fires twice, which is right where all fits one bucket."""
-    expected = on_ranks(2, recomputed, None, shards=shards)[0]
-    found = same_on_all(on_ranks(2, recomputed, reentrant, shards=shards, bucket_cap_mib=bucket_cap_mib))
-    assert is_same(found, expected)
-
-
-def test_reentrant_checkpointing_of_a_shared_weight_is_refused_once_its_sum_has_begun(on_ranks: OnRanks) -> None:
-    with pytest.raises(dl.RankFailed, match=r"(shared|norm)\.\w+ got a second one[\s\S]*use_reentrant=False"):
-        on_ranks(2, recomputed, True, bucket_cap_mib=SMALL_MIB)

@@ -80,6 +80,12 @@ def with_one_shared_mean() -> nn.Module:
     return model
 
 
+def hooked(register: Callable[..., object]) -> nn.Module:
+    model = network()
+    register(model[0].weight, torch.clone)
+    return model
+
+
 def single_samples() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
 
@@ -155,6 +161,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "single samples under batch norm": (
         over(single_samples, shards=2),
         "Mini-batch 5 of an epoch has 2 samples over 2 shards.*model.1 is BatchNorm1d. Change batch_size",
+    ),
+    "a hook": (
+        over(lambda: hooked(torch.Tensor.register_hook), shards=2),
+        r"hook on a parameter.* model\.0\.weight has one of register_hook\..* after step\.fold\(\)",
+    ),
+    "a hook after accumulation": (
+        over(lambda: hooked(torch.Tensor.register_post_accumulate_grad_hook), shards=2),
+        r"hook on a parameter.* model\.0\.weight has one of register_post_accumulate_grad_hook\.",
     ),
     "a data loader": (over_loader, r"Got DataLoader\. Pass dl\.Batches\(loader\.dataset, loader\.batch_size, world\)"),
 }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, is_close, is_same, same_on_all, values_of
+from tests.support.comparing import Tensors, is_close, is_same, same_on_all, state_of, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, mean_of, network, samples
 
@@ -28,10 +28,6 @@ Act = Callable[[dl.World, nn.Module], object]
 def norm_network() -> nn.Sequential:
     model = network()
     return nn.Sequential(model[0], nn.BatchNorm1d(6).double(), model[1], model[2])
-
-
-def state_of(model: nn.Module) -> Tensors:
-    return [*values_of(model), *(buffer.clone() for buffer in model.buffers())]
 
 
 def act_in_a_loop(world: dl.World, folder: str, act: Act, place: str, **keywords: Any) -> Tensors:
@@ -96,6 +92,16 @@ def unpickle(world: dl.World, model: nn.Module) -> None:
     check_copy(model, pickle.loads(pickle.dumps(model)))
 
 
+def fail_in_forward(world: dl.World, model: nn.Module) -> None:
+    """The script catches the error of a call."""
+    norm: Any = model.get_submodule("1")
+    before = (norm.running_mean, norm.running_var, norm.momentum)
+    with pytest.raises((RuntimeError, ValueError)):
+        norm(torch.ones(2, 7, dtype=torch.float64))
+    after = (norm.running_mean, norm.running_var, norm.momentum)
+    assert all(one is other for one, other in zip(after, before, strict=True))
+
+
 def move(world: dl.World, model: nn.Module) -> None:
     model.to(world.device).double().train()
 
@@ -131,6 +137,7 @@ CHANGES_NOTHING = [
     (clear, BACKWARD, {}),  # of the only shard
     (deepcopy, BACKWARD, {}),
     (deepcopy, FOLD, {}),
+    (fail_in_forward, BACKWARD, {}),
     (average, LAST, {}),
     (move, LAST, {}),
     (load, LAST, {}),
@@ -152,9 +159,10 @@ def test_what_is_no_part_of_the_step_changes_no_bit(
 
 
 @pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
-def test_pickling_the_model_in_mid_run_changes_no_bit(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("place", [BACKWARD, LAST])
+def test_pickling_the_model_in_mid_run_changes_no_bit(place: str, on_ranks: OnRanks) -> None:
     wanted = on_ranks(2, act_on_a_rank, nothing, "")
-    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, unpickle, LAST)), wanted[0])
+    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, unpickle, place)), wanted[0])
 
 
 def clear_within_a_step(world: dl.World, folder: str, place: str) -> None:
@@ -241,7 +249,9 @@ def run_two_loops(how: str) -> Tensors:
     with dl.join_world() as world:
         first = norm_network()
         models = [first, norm_network() if how == "two models" else first]
-        loops = (loop_over(world, "", model, run_dir=None) for model in models)  # each is made when it is reached
+        loops = (
+            loop_over(world, "", model, run_dir=None, bucket_cap_mib=1e-5) for model in models
+        )  # made when reached
         if how == "one after the other":
             for step in chain.from_iterable(loops):
                 make(step, first)
