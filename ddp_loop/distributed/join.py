@@ -17,9 +17,9 @@ import torch
 from ddp_loop.accelerators import accelerator_of, current_kind, device_count, gpu_count
 from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
-from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
+from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.process_group import raise_on_all
-from ddp_loop.distributed.processes import follow_launcher
+from ddp_loop.distributed.processes import LineHook, follow_launcher, set_line
 from ddp_loop.distributed.world import World
 from ddp_loop.elastic import is_reported
 
@@ -123,7 +123,7 @@ def _leave_at_exit(world: World) -> None:
         if not world.is_left:
             world.__exit__(kind, error, trace)
         if not is_reported(error):
-            PeerFailureHook(usual, world.rank, world.where)(kind, error, trace)
+            LineHook(usual)(kind, error, trace)
 
     def end() -> None:
         if not world.is_left:
@@ -132,9 +132,11 @@ def _leave_at_exit(world: World) -> None:
     def forget() -> None:
         atexit.unregister(end)
         _open.remove(world)
+        error = world.ended_by  # it is not caught yet
+        if isinstance(error, PeerFailed):
+            set_line(error, f"ddp_loop: rank {world.rank} was ended{world.where}: {error.summary}")
         if sys.excepthook is tell:
-            failed = isinstance(world.ended_by, PeerFailed) and not is_reported(world.ended_by)  # and is not caught yet
-            sys.excepthook = PeerFailureHook(usual, world.rank, world.where) if failed else usual
+            sys.excepthook = usual if error is None or is_reported(error) else LineHook(usual)
 
     sys.excepthook = tell
     atexit.register(end)
@@ -150,5 +152,5 @@ def leave_open_worlds(error: BaseException | None) -> None:
     """
     for world in reversed(_open[:]):
         world.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-    if isinstance(sys.excepthook, PeerFailureHook):  # the pool has caught the error
+    if isinstance(sys.excepthook, LineHook):  # the pool has caught the error
         sys.excepthook = sys.excepthook.usual

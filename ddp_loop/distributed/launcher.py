@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ddp_loop.distributed.cells import LaunchedCells, shows_ranks
+from ddp_loop.distributed.processes import LineHook, set_line
 from ddp_loop.distributed.worker import (
     Answer,
     Failure,
@@ -241,6 +242,10 @@ class Pool:
             for rank in working:
                 self._workers[rank].send_signal(signal.SIGINT)
             self._collect(working, _STOP_S, cells)
+        except KeyboardInterrupt as second:
+            set_line(second, "ddp_loop: all ranks were ended by a second Ctrl-C")
+            sys.excepthook = LineHook(sys.excepthook)
+            raise second from None
         finally:
             self._end([rank for rank in working if rank in self._workers and self._workers[rank].working])
 

@@ -10,17 +10,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, format_error
-from ddp_loop.elastic import leave_error, show_unless_reported
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, cut_text, format_error
+from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, UNSAVED_EXIT, leave_error, show_unless_reported
 
-PEER_FAILED_EXIT = 75  # of a process that was ended because another rank failed, or another host was ended
-UNSAVED_EXIT = 74  # of a process whose run was not saved whole, with on_save_error="warn"; EX_IOERR of sysexits.h
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 _PR_SET_PDEATHSIG = 1
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
+_SHOWN_LETTERS = 2_000  # of a peer's error; the failed rank prints the whole
+_LINE = "_ddp_loop_line"  # of an exception
 
 
 def end_with_parent() -> bool:
@@ -50,19 +53,57 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
 def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     """Have the launcher show the error of this rank: torchrun in its summary, `run` alone and once.
 
-    A `PeerFailed` and a `sys.exit` are reported to `run` alone: torchrun would take the former for the culprit's.
+    A `PeerFailed`, a `sys.exit` and Ctrl-C are reported to `run` alone: torchrun would take a `PeerFailed` for the
+    culprit's.
     """
     is_peer = isinstance(error, PeerFailed)
     is_alone = getattr(report_to_launcher, "is_alone", False)
     is_exit = isinstance(error, SystemExit) and error.code not in (None, 0)
-    if not (isinstance(error, Exception) or is_exit) or ((is_peer or is_exit) and not is_alone):
+    is_end = is_exit or is_interrupt(error)
+    if not (isinstance(error, Exception) or is_end) or ((is_peer or is_end) and not is_alone):
         return
     text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
     line = error.summary if isinstance(error, PeerFailed) else format_error(error)
     if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
         text = ""
         line = f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
+    if is_interrupt(error):
+        text = ""
+        line = "was ended by a second Ctrl-C"
     leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this is the KeyboardInterrupt of a second Ctrl-C."""
+    return isinstance(error, KeyboardInterrupt) and hasattr(error, _LINE)
+
+
+class LineHook:
+    """A `sys.excepthook` that shows in one line what has one from `set_line`.
+
+    Args:
+        usual: the hook for other exceptions.
+
+    Attributes:
+        usual: as given.
+    """
+
+    def __init__(self, usual: ExceptHook) -> None:
+        self.usual: ExceptHook = usual.usual if isinstance(usual, LineHook) else usual
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = getattr(error, _LINE, None)
+        if line is None:
+            self.usual(kind, error, trace)
+        elif is_interrupt(error):
+            _end_at_exit(INTERRUPTED_EXIT, line, error)
+        else:
+            sys.stderr.write(f"{cut_text(line, _SHOWN_LETTERS)}\n")
+
+
+def set_line(error: BaseException, line: str) -> None:
+    """Have `LineHook` show this instead of a traceback: others show the culprit's, or the frames help nobody."""
+    setattr(error, _LINE, line)
 
 
 def end_unsaved(line: str) -> None:
@@ -70,18 +111,23 @@ def end_unsaved(line: str) -> None:
 
     A rank that another process started through multiprocessing, as `launch` does, prints the line at once.
     """
+    if multiprocessing.parent_process() is not None:
+        _say_last(line)
+    else:
+        _end_at_exit(UNSAVED_EXIT, line, None)
+
+
+def _end_at_exit(code: int, line: str, by: BaseException | None) -> None:
+    """Have this process end with a code and a last line if this exception, or none, ends it."""
 
     def end() -> None:
         atexit.unregister(end)
         atexit._run_exitfuncs()  # the others, which were registered before
-        if getattr(sys, "last_value", None) is None:
+        if getattr(sys, "last_value", None) is by:
             _say_last(line)
-            os._exit(UNSAVED_EXIT)  # an exit function cannot change the code
+            os._exit(code)  # an exit function cannot change it
 
-    if multiprocessing.parent_process() is not None:
-        _say_last(line)
-    else:
-        atexit.register(end)
+    atexit.register(end)
 
 
 def _say_last(line: str) -> None:

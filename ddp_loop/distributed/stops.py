@@ -16,9 +16,9 @@ from typing import Protocol
 
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import Stopped
-from ddp_loop.distributed.processes import PEER_FAILED_EXIT
 from ddp_loop.distributed.signals import TERMINATED
 from ddp_loop.distributed.watchdog import Watchdog
+from ddp_loop.elastic import PEER_FAILED_EXIT
 
 _LAUNCHER_S = 5.0  # for torchrun on this host to notice too; it looks every 0.1 s (--monitor-interval)
 

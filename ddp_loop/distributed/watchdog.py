@@ -30,9 +30,10 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ddp_loop.distributed.failures import RankReport, RankStatus
-from ddp_loop.distributed.processes import PEER_FAILED_EXIT
+from ddp_loop.distributed.processes import set_line
 from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals, StopRequests
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT
 
 _LOOK_S = 0.25  # between two polls of 0.1 ms
 _CALLBACKS = (weakref.__file__, _weakrefset.__file__)
@@ -241,8 +242,10 @@ class Watchdog:
             self.ask_to_stop(f"{TERMINATED}{self._rank}")
             self._say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
+            line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
             self._pending = KeyboardInterrupt("a second Ctrl-C")
-            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C.\n")
+            set_line(self._pending, line)
+            self._limit(_END_S, INTERRUPTED_EXIT, f"{line}.\n")
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)

@@ -30,8 +30,8 @@ from ddp_loop.distributed.cells import CELL, cell_sockets
 from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
-from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
-from ddp_loop.elastic import is_stopped, oom_kills
+from ddp_loop.distributed.processes import children_except, end_daemons, end_with_parent
+from ddp_loop.elastic import PEER_FAILED_EXIT, is_stopped, oom_kills
 
 _PARENT_CHECK_S = 1.0
 _START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer

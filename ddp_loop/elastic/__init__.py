@@ -2,11 +2,14 @@
 
 from ddp_loop.elastic.command import add_run, run_command
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, loopback_variables
-from ddp_loop.elastic.process_states import is_stopped, oom_kills
+from ddp_loop.elastic.process_states import INTERRUPTED_EXIT, PEER_FAILED_EXIT, UNSAVED_EXIT, is_stopped, oom_kills
 from ddp_loop.elastic.rank import is_reported, leave_error, show_unless_reported
 
 __all__ = [
+    "INTERRUPTED_EXIT",
     "LOOPBACK",
+    "PEER_FAILED_EXIT",
+    "UNSAVED_EXIT",
     "add_run",
     "host_store",
     "is_reported",

@@ -2,8 +2,9 @@
 
 [Note: Signals of a launcher] The ranks are in sessions of their own, so Ctrl-C reaches them through the agent alone.
 The first one is passed on, and the ranks stop with a checkpoint; all that ended with code 0 make the launcher end with
-0. The second is passed on too, and what still runs after 2 s is killed; the third kills at once. SIGTERM is passed on
-likewise, and SIGHUP as SIGTERM, since its default would end a rank without a checkpoint; after `nohup` it is ignored.
+0. The second is passed on too, and what still runs after 2 s is killed; the third kills at once. Then the launcher ends
+with 130. SIGTERM is passed on likewise, and SIGHUP as SIGTERM, since its default would end a rank without a checkpoint;
+after `nohup` it is ignored.
 
 An agent whose ranks are done waits up to 300 s for those of the other hosts. After Ctrl-C all hosts end, but torch's
 agent leaves without a word on the host that got it. This one tells the others that it is done. After SIGTERM it does
@@ -30,6 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_loop.elastic.failures import describe, describe_rest
+from ddp_loop.elastic.process_states import INTERRUPTED_EXIT
 from ddp_loop.elastic.rank_processes import RankProcesses
 from ddp_loop.elastic.rendezvous import make_rendezvous
 
@@ -57,7 +59,7 @@ class Agent(LocalElasticAgent):
             **more,
         )
         self._ignores_hangups = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._stops_to_restart = self._has_met = self.leaves_others = False
+        self._stops_to_restart = self._has_met = self._is_interrupted = self.leaves_others = False
         self._ranks: RankProcesses | None = None
         self._left: list[int] = []  # the ranks that still ran when a failure was described
 
@@ -74,7 +76,7 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:  # no rank was started
             return 128 + number
         if self._monitor_workers(self._worker_group).state != WorkerState.SUCCEEDED:
-            return 1
+            return INTERRUPTED_EXIT if self._is_interrupted else 1
         if number == signal.SIGINT and not self._has_met:
             self._exit_barrier()
         return 0
@@ -121,6 +123,7 @@ class Agent(LocalElasticAgent):
             if self._stops_to_restart:  # it is the first: the ranks get it, and time
                 self._stops_to_restart = False
                 raise
+            self._is_interrupted = second.sigval == signal.SIGINT
             try:
                 self._close_ranks(second.sigval, _SECOND_S)
             except SignalException:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+# Exit codes of a rank.
+PEER_FAILED_EXIT = 75  # another rank failed, or another host was ended
+UNSAVED_EXIT = 74  # its run was not saved whole, with on_save_error="warn"; EX_IOERR of sysexits.h
+INTERRUPTED_EXIT = 130  # a second Ctrl-C
+
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by controller: version 2 has one hierarchy for all
