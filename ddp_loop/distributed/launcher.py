@@ -28,13 +28,10 @@ from ddp_loop.distributed.worker import (
     pack,
     wait_for_any,
 )
-from ddp_loop.elastic import LOOPBACK, host_store, loopback_variables
+from ddp_loop.elastic import GRACE_S, LOOPBACK, host_store, loopback_variables
 
 Result = TypeVar("Result")
 
-# Peers of a failed rank have this long to end by themselves; with `join_world` they need milliseconds. A fault must end
-# all ranks within 3 s, and reporting and killing need the rest.
-_GRACE_S = 2.0
 _STOP_S = 30.0  # for a checkpoint after Ctrl-C, as torchrun allows
 
 
@@ -222,9 +219,9 @@ class Pool:
                     continue
                 waiting.discard(rank)
                 answers[rank] = answer
-                if isinstance(answer, Failure) and time.monotonic() + _GRACE_S < deadline:
-                    late = f"had not ended {_GRACE_S:g} s after another rank failed, and was killed"
-                    deadline = time.monotonic() + _GRACE_S
+                if isinstance(answer, Failure) and time.monotonic() + GRACE_S < deadline:
+                    late = f"had not ended {GRACE_S:g} s after another rank failed, and was killed"
+                    deadline = time.monotonic() + GRACE_S
                     has_failed = True
             if has_failed:  # a stopped rank needs no time: it answers nothing
                 stopped = {rank for rank in waiting if self._workers[rank].is_stopped}

@@ -30,7 +30,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddp_loop.elastic.failures import describe, describe_rest
 from ddp_loop.elastic.process_states import INTERRUPTED_EXIT
 from ddp_loop.elastic.rank_processes import RankProcesses
 from ddp_loop.elastic.rendezvous import make_rendezvous
@@ -61,7 +60,6 @@ class Agent(LocalElasticAgent):
         self._ignores_hangups = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._stops_to_restart = self._has_met = self._is_interrupted = self.leaves_others = False
         self._ranks: RankProcesses | None = None
-        self._left: list[int] = []  # the ranks that still ran when a failure was described
 
     def exit_code(self) -> int:
         """Run the ranks until they have ended, and return the exit code of the launcher."""
@@ -88,27 +86,16 @@ class Agent(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if self._pcontext is not None:
             timeout_s = getattr(self, "_shutdown_timeout", _SHUTDOWN_S)
-            self._ranks = RankProcesses(self._pcontext, ranks, self._describe, timeout_s)
+            self._ranks = RankProcesses(self._pcontext, ranks, timeout_s)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and self._ranks is not None:
-            rest = [one for one in self._ranks.endings() if one.rank in self._left]
-            again = self._restarts() if self._remaining_restarts > 0 else ""
-            sys.stderr.write(describe_rest(rest, again))
-            sys.stderr.flush()
+            of = self._worker_group.spec.max_restarts
+            left = self._remaining_restarts
+            self._ranks.describe_rest(f"the ranks start again (restart {of - left + 1} of {of})" if left > 0 else "")
         return result
-
-    def _describe(self, ranks: RankProcesses) -> None:
-        """Describe a failure, while some ranks may still run."""
-        self._left = ranks.running()
-        sys.stderr.write(describe(ranks.endings(), self._left, is_coloured=_has_colours()))
-        sys.stderr.flush()
-
-    def _restarts(self) -> str:
-        of = self._worker_group.spec.max_restarts
-        return f"the ranks start again (restart {of - self._remaining_restarts + 1} of {of})"
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stops_to_restart = True
@@ -192,7 +179,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for one in loggers:
             one.disabled = False
-
-
-def _has_colours() -> bool:
-    return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
