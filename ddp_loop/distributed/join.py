@@ -69,16 +69,13 @@ def join_world(
         ValueError: only one of RANK and WORLD_SIZE, no such device, two ranks with one GPU, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
-    seed, threads = as_int(seed), as_int(threads)
+    seed = as_int(seed)
+    threads = as_int(threads)
     if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
         raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
-    if exchange == "auto":
-        exchange = os.environ.get(_EXCHANGE) or exchange
-    if exchange not in EXCHANGES:
-        every = ", ".join(map(repr, EXCHANGES))
-        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
+    exchange = _exchange_of(exchange)
     place = read_rank_env(dict(os.environ))
     follow_launcher(os.environ)
     place = replace(place, shares_gpu=share_gpus or _sharing.get())
@@ -89,6 +86,14 @@ def join_world(
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
     _leave_at_exit(world)
     return world
+
+
+def _exchange_of(wish: str) -> str:
+    exchange = os.environ.get(_EXCHANGE) or wish if wish == "auto" else wish
+    if exchange not in EXCHANGES:
+        every = ", ".join(map(repr, EXCHANGES))
+        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
+    return exchange
 
 
 @contextmanager

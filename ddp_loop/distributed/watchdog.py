@@ -80,7 +80,7 @@ class Watchdog:
         self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
         self._pending: BaseException | None = None  # what the interrupted main thread is to raise
-        self._leaving = self._fails = self._answered = False
+        self._leaving = False
         self._deadline = float("inf")
         self._exit = (1, "")
         self._interrupt_at = float("inf")
@@ -128,7 +128,6 @@ class Watchdog:
         """Stop interrupting the main thread, which leaves the world; after a failure limit its time."""
         self._leaving = True
         if failed:
-            self._fails = True
             self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
 
     def install_stop_handlers(self) -> None:
@@ -163,9 +162,9 @@ class Watchdog:
         """Raise in the main thread what it was interrupted for."""
         pending = self._pending
         self._pending = None
-        if isinstance(pending, KeyboardInterrupt):
-            self._deadline = float("inf")  # it is raised below; a notebook continues after it
         if pending is not None and not self._leaving:
+            if isinstance(pending, KeyboardInterrupt):
+                self._deadline = float("inf")  # a notebook continues after it
             pending.__dict__[_BY] = id(self)
             raise pending
 
@@ -216,11 +215,10 @@ class Watchdog:
         with self._lock:
             if self.stop is None and (why := self._store.get_stop()):
                 self.stop = why
-        if self._answered is False and self._store.is_called():
-            self._answered = True
+        if self._store.is_called():
             self._store.answer(RankReport(self._where(), self._stack()))
         failure = self._store.get_failure()
-        if failure is not None and not self._fails and self._pending is None and self._deadline == float("inf"):
+        if failure is not None and self._pending is None and self._deadline == float("inf"):
             self._pending = failure
             os.write(self._notify, b"!")
             self._interrupt_at = self._clock() + _INTERRUPT_S
