@@ -48,10 +48,6 @@ def _digest(what: str, dtype: torch.dtype | None, layout: object) -> int:
     return zlib.crc32(f"{what} {dtype} {layout}".encode(errors="replace"))
 
 
-def _note(stage: int, sequence: int = 0, done: int = 0) -> Header:
-    return Header(stage, 0, 0, 0, sequence, 0, 0, done, 0, 0, ())
-
-
 class Meeting:
     """An operation under way: its ranks' headers of one stage.
 
@@ -134,7 +130,7 @@ class Meetings:
         self._inbox: dict[tuple[int, int], dict[int, Header]] = {}  # by sequence and stage
         self._attached: dict[tuple[int, int], list[int]] = {}  # descriptors, by sequence and rank
         self._done = dict.fromkeys(self.others, 0)  # the last operation that each rank has completed
-        self._last: dict[int, RankStatus] = dict.fromkeys(self.others, RankStatus())
+        self._last = dict.fromkeys(self.others, Header(ARRIVED))  # the last of its operations that each rank came to
         self._asked: dict[int, int] = {}  # by rank: it waits until this operation is completed here
         self._places: dict[int, str] = {}
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
@@ -195,24 +191,39 @@ class Meetings:
             return
         key = work.header.sequence, work.stage
         self._drain(self.others)
-        looked = time.monotonic()
         self._spin(key)
-        while len(headers := self._inbox.get(key, {})) < len(self.others):
-            if work.is_over:  # another rank asked for it
-                return
-            self._check_started(work, headers)
-            for rank in self.others:
-                if rank not in headers and rank in self._peers.gone:
-                    raise PeerGone(self._first + rank, self._last[rank])
+
+        def missing() -> list[int]:
+            headers = self._inbox.get(key, {})
+            late = [] if work.is_over else [rank for rank in self.others if rank not in headers]
+            if late:
+                self._check_started(work, headers)
+            return late
+
+        self._await(missing, in_vain, f"not every rank came to {work.what}")
+        if not work.is_over:  # another rank may have asked for it
+            self._complete(work, self._inbox.get(key, {}), in_vain)
+        if self._asked:
+            self._answer()
+
+    def _await(self, missing: Callable[[], list[int]], in_vain: Callable[[], bool], why: str) -> None:
+        """Read messages until no rank is missing.
+
+        Raises:
+            PeerGone: a missing rank has closed its connection.
+            RuntimeError: `why`, if they are waited for in vain.
+        """
+        looked = time.monotonic()
+        while late := missing():
+            for rank in late:
+                if rank in self._peers.gone:
+                    last = self._last[rank]
+                    raise PeerGone(self._first + rank, RankStatus(STAGES[last.at], last.step))
             self._drain(ready := self._peers.wait(LOOK_S))
             if not ready or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if in_vain():
-                    raise RuntimeError(f"not every rank came to {work.what}")
-        if not work.is_over:
-            self._complete(work, headers, in_vain)
-        if self._asked:
-            self._answer()
+                    raise RuntimeError(why)
 
     def _spin(self, key: tuple[int, int]) -> None:
         """Poll for a moment before sleeping: waking up takes longer than most waits."""
@@ -241,7 +252,7 @@ class Meetings:
                     self._complete(self._open[number], headers, self.in_vain)  # it only reads what is there
             if rank in self._asked and self._completed >= sequence:
                 del self._asked[rank]
-                self._send(_note(_DONE, done=self._completed), [rank])
+                self._send(Header(_DONE, done=self._completed), [rank])
 
     @property
     def _completed(self) -> int:
@@ -264,7 +275,7 @@ class Meetings:
 
     def _part(self, own: str, met: Collection[int]) -> None:
         text = own.encode(errors="replace")[:TEXT_BYTES]
-        self._send(_note(_PLACE), self.others, text)
+        self._send(Header(_PLACE), self.others, text)
         for ranks, most_s in (met, _PLACE_S), (self.others, _LATE_PLACE_S):
             deadline = time.monotonic() + most_s
             while any(rank not in self._places and rank not in self._peers.gone for rank in ranks):
@@ -304,7 +315,7 @@ class Meetings:
     def _read(self, rank: int, header: Header, text: bytes, descriptors: list[int]) -> None:
         self._done[rank] = max(self._done[rank], header.done)
         if header.stage <= COPIED:
-            self._last[rank] = RankStatus(STAGES[header.at], header.step)
+            self._last[rank] = header
             self._inbox.setdefault((header.sequence, header.stage), {})[rank] = header
             if descriptors:
                 self._attached[header.sequence, rank] = descriptors
@@ -366,21 +377,14 @@ class Meetings:
         """Wait until all ranks have completed an operation, with those before it."""
         for meeting in [meeting for number, meeting in self._open.items() if number <= sequence]:
             self.finish_now(meeting)
-        late = [rank for rank in self.others if self._done[rank] < sequence]
-        if not late:
-            return
-        self._drain(late)
-        self._send(_note(_ASK, sequence), [rank for rank in late if self._done[rank] < sequence])
-        looked = time.monotonic()
-        while late := [rank for rank in late if self._done[rank] < sequence]:
-            for rank in late:
-                if rank in self._peers.gone:
-                    raise PeerGone(self._first + rank, self._last[rank])
-            self._drain(self._peers.wait(LOOK_S))
-            if (now := time.monotonic()) - looked > LOOK_S:
-                looked = now
-                if self.in_vain():
-                    raise RuntimeError("not every rank completed its operations")
+
+        def late() -> list[int]:
+            return [rank for rank in self.others if self._done[rank] < sequence]
+
+        self._drain(late())
+        if asked := late():
+            self._send(Header(_ASK, sequence=sequence), asked)
+            self._await(late, self.in_vain, "not every rank completed its operations")
 
     # -- leaving -------------------------------------------------------------------------------------------
 
