@@ -38,16 +38,12 @@ def follow_launcher(environment: Mapping[str, str]) -> None:
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """
-    end_with_torchrun(environment)
-    if sys.excepthook is show_unless_reported:
-        report_to_launcher.is_alone = True  # type: ignore[attr-defined]
-
-
-def end_with_torchrun(environment: Mapping[str, str]) -> None:
-    """End this process when torchrun is killed, which starts its workers from its main thread."""
     parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
+    # torchrun starts its workers from its main thread.
     if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
+    if sys.excepthook is show_unless_reported:
+        report_to_launcher.is_alone = True  # type: ignore[attr-defined]
 
 
 def report_to_launcher(error: BaseException, where: RankStatus) -> None:
@@ -58,19 +54,21 @@ def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     """
     is_peer = isinstance(error, PeerFailed)
     is_alone = getattr(report_to_launcher, "is_alone", False)
-    is_exit = isinstance(error, SystemExit) and error.code not in (None, 0)
-    is_end = is_exit or is_interrupt(error)
-    if not (isinstance(error, Exception) or is_end) or ((is_peer or is_end) and not is_alone):
-        return
-    text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
-    line = error.summary if isinstance(error, PeerFailed) else format_error(error)
-    if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
-        text = ""
+    text = ""
+    if isinstance(error, PeerFailed):
+        line = text = error.summary
+    elif isinstance(error, Exception):
+        line = format_error(error)
+        text = "".join(traceback.format_exception(error))
+    elif isinstance(error, SystemExit) and error.code not in (None, 0):
+        # The launcher may end this process before its code is seen.
         line = f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
-    if is_interrupt(error):
-        text = ""
+    elif is_interrupt(error):
         line = "was ended by a second Ctrl-C"
-    leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
+    else:
+        return
+    if is_alone or (isinstance(error, Exception) and not is_peer):
+        leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
 
 
 def is_interrupt(error: BaseException) -> bool:
