@@ -243,7 +243,7 @@ class Watchdog:
             line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
             self._pending = KeyboardInterrupt("a second Ctrl-C")
             set_line(self._pending, line)
-            self._limit(_END_S, INTERRUPTED_EXIT, f"{line}.\n")
+            self._limit(_END_S, INTERRUPTED_EXIT, f"{line}\n")
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)
@@ -274,8 +274,10 @@ class Watchdog:
             for child in multiprocessing.active_children():
                 if child.daemon:  # a DataLoader's workers, which a normal exit would end too
                     child.kill()
-            stack = "".join(f"  {line}\n" for line in self._stack().rstrip().splitlines())
-            _write_if_read(f"{message}Its stack was:\n{stack}".encode(errors="backslashreplace"))
+            if code != INTERRUPTED_EXIT:
+                stack = "".join(f"  {line}\n" for line in self._stack().rstrip().splitlines())
+                message += f"Its stack was:\n{stack}"
+            _write_if_read(message.encode(errors="backslashreplace"))
         finally:
             os._exit(code)
 

@@ -185,7 +185,7 @@ def test_a_second_ctrl_c_ends_at_once(start: Callable[..., subprocess.Popen[str]
 
 
 ASKED_TWICE = """
-import os, sys, threading
+import ctypes, os, sys, threading
 import torch
 import ddp_loop as dl
 from ddp_loop.distributed import signals
@@ -202,6 +202,9 @@ def train():
                 while world.stops.asked is None:
                     threading.Event().wait(0.01)
                 mark("asked")
+                mutex = ctypes.create_string_buffer(64)
+                while "stuck" in sys.argv:  # in compiled code, which nothing interrupts
+                    ctypes.CDLL(None).pthread_mutex_lock(mutex)
                 threading.Event().wait()
 
 if __name__ == "__main__":
@@ -213,10 +216,11 @@ if __name__ == "__main__":
     ("launcher", "words", "line"),
     [
         ((), (), "ddp_loop: rank 0 was ended in forward of step 1 by a second Ctrl-C"),
+        ((), ("stuck",), "ddp_loop: rank 0 was ended in forward of step 1 by a second Ctrl-C"),
         ((), ("launch",), "ddp_loop: all ranks were ended by a second Ctrl-C"),
         (RUN, (), "ddp_loop: rank [01] was ended by a second Ctrl-C in forward of step 1"),
     ],
-    ids=["alone", "launch", "run"],
+    ids=["alone", "stuck", "launch", "run"],
 )
 def test_a_second_ctrl_c_is_one_line_and_code_130(
     launcher: tuple[str, ...],
@@ -229,7 +233,7 @@ def test_a_second_ctrl_c_is_one_line_and_code_130(
     script.write_text(ASKED_TWICE)
     process = start(*launcher, str(script), *words)
     for mark in ("begun", "asked"):
-        begun(process, tmp_path, mark, ranks=2 if launcher or words else 1)
+        begun(process, tmp_path, mark, ranks=2 if launcher or "launch" in words else 1)
         process.send_signal(signal.SIGINT)
     code, out, errors = ended(process)
     assert code == 130
