@@ -90,24 +90,6 @@ def test_whatever_a_rank_raises_the_others_get_with_its_traceback(
         assert took_s < FAULT_S
 
 
-def peers_rank() -> int | None:
-    try:
-        with dl.join_world() as world:
-            if world.rank == 2:
-                raise ValueError
-            world.sum(torch.ones(()))
-    except dl.PeerFailed as error:
-        return error.rank
-    except ValueError:
-        return None
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.covers("D10")
-def test_the_culprit_is_a_number_too(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, peers_rank) == [2, 2, None]
-
-
 def all_fail() -> NoReturn:
     with dl.join_world() as world:
         raise ValueError(f"rank {world.rank} has it too")
