@@ -88,7 +88,8 @@ class Backend(Protocol):
     `what` names an operation where ranks make different ones.
     """
 
-    size: int
+    @property
+    def size(self) -> int: ...
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
         """Start to send a few 64-bit integers, as many on every rank, to all ranks."""
