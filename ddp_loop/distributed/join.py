@@ -19,7 +19,7 @@ from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.process_group import raise_on_all
-from ddp_loop.distributed.processes import LineHook, follow_launcher, set_line
+from ddp_loop.distributed.processes import LineHook, follow_launcher, has_line, set_line
 from ddp_loop.distributed.world import World
 from ddp_loop.elastic import is_reported
 
@@ -141,7 +141,9 @@ def _leave_at_exit(world: World) -> None:
         if isinstance(error, PeerFailed):
             set_line(error, f"ddp_loop: rank {world.rank} was ended{world.where}: {error.summary}")
         if sys.excepthook is tell:
-            sys.excepthook = usual if error is None or is_reported(error) else LineHook(usual)
+            sys.excepthook = usual
+            if error is not None and has_line(error) and not is_reported(error):
+                sys.excepthook = LineHook(usual)
 
     sys.excepthook = tell
     atexit.register(end)

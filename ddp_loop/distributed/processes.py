@@ -73,7 +73,7 @@ def report_to_launcher(error: BaseException, where: RankStatus) -> None:
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether this is the KeyboardInterrupt of a second Ctrl-C."""
-    return isinstance(error, KeyboardInterrupt) and hasattr(error, _LINE)
+    return isinstance(error, KeyboardInterrupt) and has_line(error)
 
 
 class LineHook:
@@ -97,6 +97,11 @@ class LineHook:
             _end_at_exit(INTERRUPTED_EXIT, line, error)
         else:
             sys.stderr.write(f"{cut_text(line, _SHOWN_LETTERS)}\n")
+
+
+def has_line(error: BaseException) -> bool:
+    """Whether `LineHook` shows a line for it."""
+    return hasattr(error, _LINE)
 
 
 def set_line(error: BaseException, line: str) -> None:
