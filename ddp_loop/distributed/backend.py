@@ -39,11 +39,7 @@ class Work(Protocol):
         """Wait for it."""
 
 
-class Numbers(Work, Protocol):
-    """Integers of all ranks under way."""
-
-    def rows(self) -> list[tuple[int, ...]]:
-        """Those of each rank, in rank order, after the wait."""
+Numbers = tuple[Work, Callable[[], list[tuple[int, ...]]]]  # integers under way; those of each rank, after the wait
 
 
 class PieceOrder(Protocol):
@@ -92,7 +88,8 @@ class Backend(Protocol):
     `what` names an operation where ranks make different ones.
     """
 
-    size: int
+    @property
+    def size(self) -> int: ...
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
         """Start to send a few 64-bit integers, as many on every rank, to all ranks."""
@@ -134,3 +131,10 @@ class Backend(Protocol):
             under_way: operations that have not ended.
             failed: whether it was cut off.
         """
+
+
+def gathered(backend: Backend, numbers: Sequence[int], what: str) -> Numbers:
+    """Start to send a few integers to all ranks by a gather. Every rank must call this."""
+    part = torch.tensor(numbers, device="cpu")
+    whole = part.new_empty(backend.size * len(numbers))
+    return backend.start_gather(whole, part, what), lambda: list(map(tuple, whole.view(backend.size, -1).tolist()))

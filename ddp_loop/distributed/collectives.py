@@ -186,9 +186,9 @@ class Collectives:
             return [size]
         others = self._backends.others
         with _Wait(self, kind):
-            numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
-            others.wait(numbers, self.is_in_vain)
-        told = numbers.rows()
+            work, rows_of_all = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
+            others.wait(work, self.is_in_vain)
+        told = rows_of_all()
         if len({crc for crc, _ in told}) > 1:
             room = torch.zeros(_KIND_BYTES, dtype=torch.uint8, device="cpu")
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]

@@ -6,19 +6,15 @@ A rank that is late, gone, or in another collective is found by a roll call, whi
 from __future__ import annotations
 
 import linecache
-import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from ddp_loop.distributed.values import sendable
 
-ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
 MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
-_SHOWN_LETTERS = 2_000  # on a peer's terminal; the failed rank prints the whole
 _IN_WORKER = "Original Traceback (most recent call last):\n"  # in the text of an exception from a DataLoader's worker
 
 
@@ -42,29 +38,6 @@ class PeerFailed(RuntimeError):
     def summary(self) -> str:
         """The message without the failed rank's traceback."""
         return str(self).partition("\n\nTraceback (most recent call last)")[0]
-
-
-class PeerFailureHook:
-    """A `sys.excepthook` that shows `PeerFailed` in one message, since the failed rank prints its own traceback.
-
-    Args:
-        usual: the hook for other exceptions.
-        rank, where: of this rank.
-
-    Attributes:
-        usual: as given.
-    """
-
-    def __init__(self, usual: ExceptHook, rank: int, where: RankStatus) -> None:
-        self.usual: ExceptHook = usual.usual if isinstance(usual, PeerFailureHook) else usual
-        self._start = f"ddp_loop: rank {rank} was ended{where}"
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PeerFailed):
-            lines = [f"{self._start}: {cut_text(error.summary, _SHOWN_LETTERS)}", *getattr(error, "__notes__", ())]
-            sys.stderr.write("".join(f"{line}\n" for line in lines))
-        else:
-            self.usual(kind, error, trace)
 
 
 class PeerGone(RuntimeError):

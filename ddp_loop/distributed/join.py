@@ -17,9 +17,9 @@ import torch
 from ddp_loop.accelerators import accelerator_of, current_kind, device_count, gpu_count
 from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
-from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
+from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.process_group import raise_on_all
-from ddp_loop.distributed.processes import follow_launcher
+from ddp_loop.distributed.processes import LineHook, follow_launcher, has_line, set_line
 from ddp_loop.distributed.world import World
 from ddp_loop.elastic import begin_at_script, is_reported
 
@@ -69,16 +69,13 @@ def join_world(
         ValueError: only one of RANK and WORLD_SIZE, no such device, two ranks with one GPU, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
-    seed, threads = as_int(seed), as_int(threads)
+    seed = as_int(seed)
+    threads = as_int(threads)
     if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
         raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
-    if exchange == "auto":
-        exchange = os.environ.get(_EXCHANGE) or exchange
-    if exchange not in EXCHANGES:
-        every = ", ".join(map(repr, EXCHANGES))
-        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
+    exchange = _exchange_of(exchange)
     place = read_rank_env(dict(os.environ))
     follow_launcher(os.environ)
     place = replace(place, shares_gpu=share_gpus or _sharing.get())
@@ -89,6 +86,14 @@ def join_world(
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
     _leave_at_exit(world)
     return world
+
+
+def _exchange_of(wish: str) -> str:
+    exchange = os.environ.get(_EXCHANGE) or wish if wish == "auto" else wish
+    if exchange not in EXCHANGES:
+        every = ", ".join(map(repr, EXCHANGES))
+        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
+    return exchange
 
 
 @contextmanager
@@ -124,7 +129,7 @@ def _leave_at_exit(world: World) -> None:
         if not world.is_left:
             world.__exit__(kind, error, trace)
         if not is_reported(error):
-            PeerFailureHook(usual, world.rank, world.where)(kind, error, trace)
+            LineHook(usual)(kind, error, trace)
 
     def end() -> None:
         if not world.is_left:
@@ -133,9 +138,13 @@ def _leave_at_exit(world: World) -> None:
     def forget() -> None:
         atexit.unregister(end)
         _open.remove(world)
+        error = world.ended_by  # it is not caught yet
+        if isinstance(error, PeerFailed):
+            set_line(error, f"ddp_loop: rank {world.rank} was ended{world.where}: {error.summary}")
         if sys.excepthook is tell:
-            failed = isinstance(world.ended_by, PeerFailed) and not is_reported(world.ended_by)  # and is not caught yet
-            sys.excepthook = PeerFailureHook(usual, world.rank, world.where) if failed else usual
+            sys.excepthook = usual
+            if error is not None and has_line(error) and not is_reported(error):
+                sys.excepthook = LineHook(usual)
 
     sys.excepthook = tell
     atexit.register(end)
@@ -151,5 +160,5 @@ def leave_open_worlds(error: BaseException | None) -> None:
     """
     for world in reversed(_open[:]):
         world.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-    if isinstance(sys.excepthook, PeerFailureHook):  # the pool has caught the error
+    if isinstance(sys.excepthook, LineHook):  # the pool has caught the error
         sys.excepthook = sys.excepthook.usual

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ddp_loop.distributed.cells import LaunchedCells, shows_ranks
+from ddp_loop.distributed.processes import LineHook, set_line
 from ddp_loop.distributed.worker import (
     Answer,
     Failure,
@@ -27,13 +28,10 @@ from ddp_loop.distributed.worker import (
     pack,
     wait_for_any,
 )
-from ddp_loop.elastic import LOOPBACK, host_store, loopback_variables
+from ddp_loop.elastic import GRACE_S, LOOPBACK, host_store, loopback_variables
 
 Result = TypeVar("Result")
 
-# Peers of a failed rank have this long to end by themselves; with `join_world` they need milliseconds. A fault must end
-# all ranks within 3 s, and reporting and killing need the rest.
-_GRACE_S = 2.0
 _STOP_S = 30.0  # for a checkpoint after Ctrl-C, as torchrun allows
 
 
@@ -221,9 +219,9 @@ class Pool:
                     continue
                 waiting.discard(rank)
                 answers[rank] = answer
-                if isinstance(answer, Failure) and time.monotonic() + _GRACE_S < deadline:
-                    late = f"had not ended {_GRACE_S:g} s after another rank failed, and was killed"
-                    deadline = time.monotonic() + _GRACE_S
+                if isinstance(answer, Failure) and time.monotonic() + GRACE_S < deadline:
+                    late = f"had not ended {GRACE_S:g} s after another rank failed, and was killed"
+                    deadline = time.monotonic() + GRACE_S
                     has_failed = True
             if has_failed:  # a stopped rank needs no time: it answers nothing
                 stopped = {rank for rank in waiting if self._workers[rank].is_stopped}
@@ -241,6 +239,10 @@ class Pool:
             for rank in working:
                 self._workers[rank].send_signal(signal.SIGINT)
             self._collect(working, _STOP_S, cells)
+        except KeyboardInterrupt as second:
+            set_line(second, "ddp_loop: all ranks were ended by a second Ctrl-C")
+            sys.excepthook = LineHook(sys.excepthook)
+            raise second from None
         finally:
             self._end([rank for rank in working if rank in self._workers and self._workers[rank].working])
 

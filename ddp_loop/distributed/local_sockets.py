@@ -54,16 +54,16 @@ class Header(NamedTuple):
     """
 
     stage: int
-    kind: int
-    segments: int
-    digest: int
-    sequence: int
-    length: int
-    offset: int
-    done: int
-    at: int
-    step: int
-    words: tuple[int, ...]
+    kind: int = 0
+    segments: int = 0
+    digest: int = 0
+    sequence: int = 0
+    length: int = 0
+    offset: int = 0
+    done: int = 0
+    at: int = 0
+    step: int = 0
+    words: tuple[int, ...] = ()
 
 
 class Listener:
@@ -97,7 +97,7 @@ class Listener:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"ranks {sorted(missing)} did not connect")
-                if _readable([self._socket, *pending], min(left, _LOOK_S))[0]:
+                if self._socket in _readable([self._socket, *pending], min(left, _LOOK_S)):
                     one = self._socket.accept()[0]
                     one.setblocking(False)  # an accepted one blocks, or has the process's default timeout
                     pending.append(one)
@@ -168,7 +168,7 @@ def await_accepted(one: socket.socket, deadline: float) -> None:
     Raises:
         OSError: it has not, in time.
     """
-    ready = _readable([one], max(deadline - time.monotonic(), 0.0))[0]
+    ready = _readable([one], max(deadline - time.monotonic(), 0.0))
     if not ready or one.recv(len(_ACCEPTED)) != _ACCEPTED:
         raise ConnectionRefusedError("the connection was refused")
 
@@ -179,13 +179,13 @@ def _new_socket() -> socket.socket:
     return one
 
 
-def _readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[bool]:
+def _readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
     """Which of these have something to read, or have ended; waits for the first one."""
     poll = select.poll()  # select takes no descriptor above 1023
     for one in sockets:
         poll.register(one, select.POLLIN)
     ready = {descriptor for descriptor, _ in poll.poll(1e3 * timeout_s)}
-    return [one.fileno() in ready for one in sockets]
+    return [one for one in sockets if one.fileno() in ready]
 
 
 def _address(name: str) -> str:

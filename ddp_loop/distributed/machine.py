@@ -30,7 +30,7 @@ from ddp_loop.distributed.shared_memory import Segment
 
 _KEY = "ddp_loop/exchange"
 _CONNECT_S = 10.0  # for ranks that have all published where they listen
-_ARENA = Header(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ())
+_ARENA = Header(0)
 
 
 class NoSharedMemory(Exception):

@@ -48,10 +48,6 @@ def _digest(what: str, dtype: torch.dtype | None, layout: object) -> int:
     return zlib.crc32(f"{what} {dtype} {layout}".encode(errors="replace"))
 
 
-def _note(stage: int, sequence: int = 0, done: int = 0) -> Header:
-    return Header(stage, 0, 0, 0, sequence, 0, 0, done, 0, 0, ())
-
-
 class Meeting:
     """An operation under way: its ranks' headers of one stage.
 
@@ -98,6 +94,40 @@ class Meeting:
         self.is_over = True
 
 
+class Inbox:
+    """What has come from the other ranks.
+
+    Attributes:
+        headers: of operations, by sequence and stage, then by rank.
+        attached: descriptors, by sequence and rank.
+        done: the last operation that each rank has completed.
+        last: the last header of an operation, by rank.
+        asked: by rank: it waits until this operation is completed here.
+        places: of ranks that part, in words.
+    """
+
+    def __init__(self, others: Collection[int]) -> None:
+        self.headers: dict[tuple[int, int], dict[int, Header]] = {}
+        self.attached: dict[tuple[int, int], list[int]] = {}
+        self.done = dict.fromkeys(others, 0)
+        self.last = dict.fromkeys(others, Header(ARRIVED))
+        self.asked: dict[int, int] = {}
+        self.places: dict[int, str] = {}
+
+    def take(self, rank: int, header: Header, text: bytes, descriptors: list[int]) -> None:
+        """Note a message."""
+        self.done[rank] = max(self.done[rank], header.done)
+        if header.stage <= COPIED:
+            self.last[rank] = header
+            self.headers.setdefault((header.sequence, header.stage), {})[rank] = header
+            if descriptors:
+                self.attached[header.sequence, rank] = descriptors
+        elif header.stage == _PLACE:
+            self.places[rank] = text.decode(errors="replace")
+        elif header.stage == _ASK:
+            self.asked[rank] = header.sequence
+
+
 class Meetings:
     """The meetings of one world's ranks on one machine, in their order. See [Note: Meetings].
 
@@ -120,26 +150,24 @@ class Meetings:
         in_vain: Callable[[], bool],
     ) -> None:
         self.rank = rank
-        self.size = len(arenas)
         self._first = first
         self._peers = peers
         self._arenas = [one.bytes for one in arenas]
         self._where = where
         self.in_vain = in_vain
-        self.others = [other for other in range(self.size) if other != rank]
+        self.others = [other for other in range(len(arenas)) if other != rank]
         self._sequence = 0
         self._open: dict[int, Meeting] = {}  # operations whose values in arenas this rank may still read
         self._regions: deque[tuple[int, int, int]] = deque()  # sequence, start, end, of values that may be read
-        self._head = 0
-        self._inbox: dict[tuple[int, int], dict[int, Header]] = {}  # by sequence and stage
-        self._attached: dict[tuple[int, int], list[int]] = {}  # descriptors, by sequence and rank
-        self._done = dict.fromkeys(self.others, 0)  # the last operation that each rank has completed
-        self._last: dict[int, RankStatus] = dict.fromkeys(self.others, RankStatus())
-        self._asked: dict[int, int] = {}  # by rank: it waits until this operation is completed here
-        self._places: dict[int, str] = {}
+        self._inbox = Inbox(self.others)
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
-        self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin_s = _SPIN_S if len(arenas) <= len(os.sched_getaffinity(0)) else 0.0
         self.unsettled: Meeting | None = None  # the last operation whose sums other ranks may still read
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.others) + 1
 
     # -- meetings ------------------------------------------------------------------------------------------
 
@@ -195,36 +223,51 @@ class Meetings:
             return
         key = work.header.sequence, work.stage
         self._drain(self.others)
-        looked = time.monotonic()
         self._spin(key)
-        while len(headers := self._inbox.get(key, {})) < len(self.others):
-            if work.is_over:  # another rank asked for it
-                return
-            self._check_started(work, headers)
-            for rank in self.others:
-                if rank not in headers and rank in self._peers.gone:
-                    raise PeerGone(self._first + rank, self._last[rank])
+
+        def missing() -> list[int]:
+            headers = self._inbox.headers.get(key, {})
+            late = [] if work.is_over else [rank for rank in self.others if rank not in headers]
+            if late:
+                self._check_started(work, headers)
+            return late
+
+        self._await(missing, in_vain, f"not every rank came to {work.what}")
+        if not work.is_over:  # another rank may have asked for it
+            self._complete(work, self._inbox.headers.get(key, {}), in_vain)
+        if self._inbox.asked:
+            self._answer()
+
+    def _await(self, missing: Callable[[], list[int]], in_vain: Callable[[], bool], why: str) -> None:
+        """Read messages until no rank is missing.
+
+        Raises:
+            PeerGone: a missing rank has closed its connection.
+            RuntimeError: `why`, if they are waited for in vain.
+        """
+        looked = time.monotonic()
+        while late := missing():
+            for rank in late:
+                if rank in self._peers.gone:
+                    last = self._inbox.last[rank]
+                    raise PeerGone(self._first + rank, RankStatus(STAGES[last.at], last.step))
             self._drain(ready := self._peers.wait(LOOK_S))
             if not ready or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if in_vain():
-                    raise RuntimeError(f"not every rank came to {work.what}")
-        if not work.is_over:
-            self._complete(work, headers, in_vain)
-        if self._asked:
-            self._answer()
+                    raise RuntimeError(why)
 
     def _spin(self, key: tuple[int, int]) -> None:
         """Poll for a moment before sleeping: waking up takes longer than most waits."""
         end = time.monotonic() + self._spin_s
-        while len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < end:
+        while len(self._inbox.headers.get(key, {})) < len(self.others) and time.monotonic() < end:
             os.sched_yield()
             self._drain(self.others)
 
     def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
         self._check(work, headers)
         work.complete(headers, in_vain)
-        self._inbox.pop((work.sequence, work.stage), None)
+        self._inbox.headers.pop((work.sequence, work.stage), None)
         self._open.pop(work.sequence, None)
 
     def finish_now(self, work: Meeting) -> Meeting:
@@ -234,14 +277,14 @@ class Meetings:
 
     def _answer(self) -> None:
         """Complete the operations that other ranks requested, if their headers have come, and reply."""
-        for rank, sequence in list(self._asked.items()):
+        for rank, sequence in list(self._inbox.asked.items()):
             for number in [number for number in self._open if number <= sequence]:
-                headers = self._inbox.get((number, ARRIVED), {})
+                headers = self._inbox.headers.get((number, ARRIVED), {})
                 if number in self._open and len(headers) == len(self.others):
                     self._complete(self._open[number], headers, self.in_vain)  # it only reads what is there
-            if rank in self._asked and self._completed >= sequence:
-                del self._asked[rank]
-                self._send(_note(_DONE, done=self._completed), [rank])
+            if rank in self._inbox.asked and self._completed >= sequence:
+                del self._inbox.asked[rank]
+                self._send(Header(_DONE, done=self._completed), [rank])
 
     @property
     def _completed(self) -> int:
@@ -252,7 +295,7 @@ class Meetings:
         """Check an operation, and those before it that are not completed here."""
         for sequence, meeting in self._open.items():
             if sequence < work.sequence:
-                self._check(meeting, self._inbox.get((sequence, ARRIVED), {}))
+                self._check(meeting, self._inbox.headers.get((sequence, ARRIVED), {}))
         self._check(work, headers)
 
     def _check(self, work: Meeting, headers: dict[int, Header]) -> None:
@@ -264,14 +307,14 @@ class Meetings:
 
     def _part(self, own: str, met: Collection[int]) -> None:
         text = own.encode(errors="replace")[:TEXT_BYTES]
-        self._send(_note(_PLACE), self.others, text)
+        self._send(Header(_PLACE), self.others, text)
         for ranks, most_s in (met, _PLACE_S), (self.others, _LATE_PLACE_S):
             deadline = time.monotonic() + most_s
-            while any(rank not in self._places and rank not in self._peers.gone for rank in ranks):
+            while any(rank not in self._inbox.places and rank not in self._peers.gone for rank in ranks):
                 if (left := deadline - time.monotonic()) <= 0:
                     break
                 self._drain(self._peers.wait(left))
-        places = {**self._places, self.rank: own}
+        places = {**self._inbox.places, self.rank: own}
         raise Parted({self._first + rank: place for rank, place in sorted(places.items())})
 
     def watch(self, descriptor: int) -> None:
@@ -297,25 +340,13 @@ class Meetings:
         """Read what has come from these ranks."""
         for rank in ranks:
             while (message := self._peers.receive(rank)) is not None:
-                self._read(rank, *message)
-        if self._asked:
+                self._inbox.take(rank, *message)
+        if self._inbox.asked:
             self._answer()
-
-    def _read(self, rank: int, header: Header, text: bytes, descriptors: list[int]) -> None:
-        self._done[rank] = max(self._done[rank], header.done)
-        if header.stage <= COPIED:
-            self._last[rank] = RankStatus(STAGES[header.at], header.step)
-            self._inbox.setdefault((header.sequence, header.stage), {})[rank] = header
-            if descriptors:
-                self._attached[header.sequence, rank] = descriptors
-        elif header.stage == _PLACE:
-            self._places[rank] = text.decode(errors="replace")
-        elif header.stage == _ASK:
-            self._asked[rank] = header.sequence
 
     def attached(self, meeting: Meeting, rank: int) -> list[int]:
         """The descriptors that a rank sent with an operation; the caller closes them."""
-        return self._attached.pop((meeting.sequence, rank), [])
+        return self._inbox.attached.pop((meeting.sequence, rank), [])
 
     # -- the arena -----------------------------------------------------------------------------------------
 
@@ -349,46 +380,38 @@ class Meetings:
         """A part of the arena that no rank reads any more. See [Note: Using memory again]."""
         size = aligned(size)
         regions = self._regions
-        start = self._head if self._head + size <= ARENA_BYTES else 0
-        end = start + size
-        known = min([self._completed, *self._done.values()])
+        known = min([self._completed, *self._inbox.done.values()])
         while regions and regions[0][0] <= known:
             regions.popleft()
+        start = regions[-1][2] if regions and regions[-1][2] + size <= ARENA_BYTES else 0
+        end = start + size
         if needed := max((one for one, first, last in regions if first < end and start < last), default=0):
             self._await_completed(needed)
             while regions and regions[0][0] <= needed:
                 regions.popleft()
         regions.append((self._sequence + 1, start, end))
-        self._head = end
         return start
 
     def _await_completed(self, sequence: int) -> None:
         """Wait until all ranks have completed an operation, with those before it."""
         for meeting in [meeting for number, meeting in self._open.items() if number <= sequence]:
             self.finish_now(meeting)
-        late = [rank for rank in self.others if self._done[rank] < sequence]
-        if not late:
-            return
-        self._drain(late)
-        self._send(_note(_ASK, sequence), [rank for rank in late if self._done[rank] < sequence])
-        looked = time.monotonic()
-        while late := [rank for rank in late if self._done[rank] < sequence]:
-            for rank in late:
-                if rank in self._peers.gone:
-                    raise PeerGone(self._first + rank, self._last[rank])
-            self._drain(self._peers.wait(LOOK_S))
-            if (now := time.monotonic()) - looked > LOOK_S:
-                looked = now
-                if self.in_vain():
-                    raise RuntimeError("not every rank completed its operations")
+
+        def late() -> list[int]:
+            return [rank for rank in self.others if self._inbox.done[rank] < sequence]
+
+        self._drain(late())
+        if asked := late():
+            self._send(Header(_ASK, sequence=sequence), asked)
+            self._await(late, self.in_vain, "not every rank completed its operations")
 
     # -- leaving -------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Close the connections; the memory is freed with the last tensor in it."""
         self._peers.close()
-        for number in [number for numbers in self._attached.values() for number in numbers]:
+        for number in [number for numbers in self._inbox.attached.values() for number in numbers]:
             os.close(number)
-        self._attached.clear()
+        self._inbox.attached.clear()
         self._arenas = []
         self._views = {}  # a loop that is kept holds them otherwise

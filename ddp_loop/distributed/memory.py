@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ddp_loop.distributed.backend import PieceOrder, Work
+from ddp_loop.distributed.backend import Numbers, PieceOrder, Work
 from ddp_loop.distributed.meetings import BROADCAST, COPIED, GATHER, NUMBERS, PART_BYTES, SUM, Meeting, Meetings, Then
 from ddp_loop.distributed.memory_sum import MemoryFlatSum
 from ddp_loop.distributed.piece_sums import add_pieces
@@ -23,32 +23,32 @@ class MemoryBackend(Meetings):
 
     # -- operations ----------------------------------------------------------------------------------------
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Meeting:
-        return self.meet(NUMBERS, len(numbers), what, words=tuple(numbers))
+    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
+        meeting = self.meet(NUMBERS, len(numbers), what, words=tuple(numbers))
+        return meeting, meeting.rows
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)
-        if flat.nbytes > PART_BYTES:
-            then = self._in_parts(flat, lambda part: self.start_sum(flat[part], what))
-            return self.meet(SUM, flat.nbytes, what, flat.dtype, then=then)
-        return self.meet(SUM, flat.nbytes, what, flat.dtype, [flat], then=partial(self._add, flat), reads=True)
+        return self._start(SUM, flat, what, partial(self._add, flat), lambda part: self.start_sum(flat[part], what))
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Meeting:
         return self._gather(whole.view(self.size, -1), part, what)
 
     def _gather(self, rows: torch.Tensor, own: torch.Tensor, what: str) -> Meeting:
-        if own.nbytes > PART_BYTES:
-            then = self._in_parts(own, lambda part: self._gather(rows[:, part], own[part], what))
-            return self.meet(GATHER, own.nbytes, what, own.dtype, then=then)
-        return self.meet(GATHER, own.nbytes, what, own.dtype, [own], then=partial(self._fill, rows), reads=True)
+        return self._start(
+            GATHER, own, what, partial(self._fill, rows), lambda part: self._gather(rows[:, part], own[part], what)
+        )
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)
-        if flat.nbytes > PART_BYTES:
-            then = self._in_parts(flat, lambda part: self.start_broadcast(flat[part], what))
-            return self.meet(BROADCAST, flat.nbytes, what, flat.dtype, then=then)
-        values = [flat] if self.rank == 0 else []
-        return self.meet(BROADCAST, flat.nbytes, what, flat.dtype, values, then=partial(self._take, flat), reads=True)
+        return self._start(
+            BROADCAST,
+            flat,
+            what,
+            partial(self._take, flat),
+            lambda part: self.start_broadcast(flat[part], what),
+            sends=self.rank == 0,
+        )
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> MemoryFlatSum:
         return MemoryFlatSum(self, order, length, dtype)
@@ -58,6 +58,21 @@ class MemoryBackend(Meetings):
         last = self.unsettled
         self.unsettled = None
         return None if last is None else self.again(last, COPIED)
+
+    def _start(
+        self,
+        kind: int,
+        own: torch.Tensor,
+        what: str,
+        then: Then,
+        start_part: Callable[[slice], Meeting],
+        *,
+        sends: bool = True,
+    ) -> Meeting:
+        """Start an operation on all elements of `own`, (K,), in parts where they do not fit into the arena at once."""
+        if own.nbytes > PART_BYTES:
+            return self.meet(kind, own.nbytes, what, own.dtype, then=self._in_parts(own, start_part))
+        return self.meet(kind, own.nbytes, what, own.dtype, [own] if sends else [], then=then, reads=True)
 
     def _in_parts(self, tensor: torch.Tensor, start: Callable[[slice], Meeting]) -> Then:
         """Do an operation on all elements of `tensor`, (K,), in parts, one after another."""

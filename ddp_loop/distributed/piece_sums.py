@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -44,25 +45,31 @@ def merge(sums: list[Item | None], times: int, add: Callable[[Item, Item], objec
     return freed
 
 
-def tree_levels(last_merges: Iterable[int]) -> list[tuple[list[int], list[int]]]:
-    """The additions of pieces in groups that can run at once: the left ones, into which the right ones are added.
+def additions(last_merges: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The additions of pieces in their order: the left one, by the number of its first piece, and the right one.
 
     Args:
         last_merges: for each piece, how often the last two sums are added up after it.
     """
-    levels: list[tuple[list[int], list[int]]] = []
-    sums: list[tuple[int, int]] = []  # the first piece of each, and the number of levels below it
+    sums: list[int] = []
     for piece, merges in enumerate(last_merges):
-        sums.append((piece, 0))
+        sums.append(piece)
         for _ in range(merges):
-            right, right_height = sums.pop()
-            left, left_height = sums.pop()
-            height = max(left_height, right_height)
-            if height == len(levels):
-                levels.append(([], []))
-            levels[height][0].append(left)
-            levels[height][1].append(right)
-            sums.append((left, height + 1))
+            right = sums.pop()
+            yield sums[-1], right
+
+
+def tree_levels(last_merges: Iterable[int]) -> list[tuple[list[int], list[int]]]:
+    """The `additions` in groups that can run at once: the left ones, into which the right ones are added."""
+    levels: list[tuple[list[int], list[int]]] = []
+    heights = Counter[int]()  # the number of levels below each sum
+    for left, right in additions(last_merges):
+        height = max(heights[left], heights[right])
+        if height == len(levels):
+            levels.append(([], []))
+        levels[height][0].append(left)
+        levels[height][1].append(right)
+        heights[left] = height + 1
     return levels
 
 
@@ -84,18 +91,15 @@ def add_pieces(
 
 
 def _add_tree(pieces: Sequence[torch.Tensor], last_merges: Iterable[int], out: torch.Tensor) -> None:
-    sums: list[tuple[torch.Tensor, bool]] = []  # and whether it may be written
+    sums = list(pieces)
+    own: set[int] = set()  # those that may be written
     room: torch.Tensor | None = out  # for the first sum, which all others join
-    for piece, merges in zip(pieces, last_merges, strict=True):
-        sums.append((piece, False))
-        for _ in range(merges):
-            right, is_right_own = sums.pop()
-            left, is_left_own = sums.pop()
-            if is_left_own:
-                total = left.add_(right)
-            elif is_right_own:
-                total = torch.add(left, right, out=right)
-            else:
-                total = torch.add(left, right) if room is None else torch.add(left, right, out=room)
-                room = None
-            sums.append((total, True))
+    for left, right in additions(last_merges):
+        if left in own:
+            sums[left].add_(sums[right])
+        elif right in own:
+            sums[left] = torch.add(sums[left], sums[right], out=sums[right])
+        else:
+            sums[left] = torch.add(sums[left], sums[right], out=room)
+            room = None
+        own.add(left)

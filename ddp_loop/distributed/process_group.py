@@ -8,8 +8,8 @@ same on every rank. In memory there is one order and no group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -46,9 +46,7 @@ class ProcessGroups:
     Attributes:
         backends: of the collectives.
         memory: the one in memory among them; None without it.
-        exchange: "memory" or "gloo".
         why_gloo: why not in memory; empty where nothing prevents it.
-        description: torch's, of the default group, such as "cpu:gloo,cuda:nccl".
         store: the launcher's, with keys of this world alone.
 
     Raises:
@@ -68,16 +66,20 @@ class ProcessGroups:
         where: Callable[[], RankStatus],
         in_vain: Callable[[], bool],
     ) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
         self._place = place
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
         self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
+        self._made: list[dist.ProcessGroup] = []
         self.connections: dict[int, str] = {}  # by which this rank sees that a peer has ended
-        self._bound: torch.device | None = None  # the device of a backend of its own
+        self.memory: MemoryBackend | None = None
+        self.why_gloo = ""
+        bound: torch.device | None = None  # the device of a backend of its own
         free_kept()
         self._before = open_sockets()
         if self._owns:
-            self._start(place, device, timeout_s)
+            bound = self._start()
         elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
             raise ValueError(
                 f"The process group must match the launcher's RANK and WORLD_SIZE. It has rank {dist.get_rank()} of "
@@ -86,20 +88,15 @@ class ProcessGroups:
             )
         default = dist.distributed_c10d._get_default_group()
         self._require_sums(default, device)
-        self.description = str(dist.get_backend_config(default))
         require_pinned(self.description)
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._count = _counter(default, device)
-        self._made: list[dist.ProcessGroup] = []
-        self.exchange = exchange
-        self.why_gloo = ""
-        self.memory: MemoryBackend | None = None
         try:
-            self.memory, machines = self._meet(place, device, exchange, timeout_s, where, in_vain)
-            self.backends = self._make_backends(place, device, timeout_s, self.memory, machines)
+            self.backends = self._make_backends(self._meet(exchange, where, in_vain))
             self.connections = _new_sockets(self._before)  # NCCL, which closes some of its own at will, has none yet
-            if self._bound is not None:
-                self._connect(default, self._bound)
+            if bound is not None:
+                with self._joining():
+                    accelerator_of(bound).connect(default, self._timeout)
         except BaseException:
             if self.memory is not None:
                 self.memory.end()
@@ -107,61 +104,68 @@ class ProcessGroups:
                 dist.destroy_process_group()
             raise
 
-    def _meet(
-        self,
-        place: RankEnv,
-        device: torch.device,
-        exchange: str,
-        timeout_s: float,
-        where: Callable[[], RankStatus],
-        in_vain: Callable[[], bool],
-    ) -> tuple[MemoryBackend | None, list[range]]:
-        """The exchange in memory, if it can be had, and the ranks of each machine. Every rank must call this."""
+    @property
+    def exchange(self) -> str:
+        """How ranks exchange values of the CPU: "memory" or "gloo"."""
+        return "gloo" if self.memory is None else "memory"
+
+    @property
+    def description(self) -> str:
+        """What torch calls the default group, such as "cpu:gloo,cuda:nccl"."""
+        return str(dist.get_backend_config(dist.distributed_c10d._get_default_group()))
+
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
         try:
-            if not self._owns:
-                _, self._hosts = describe_all(self.store, place, device, timeout_s)
-            found = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
+            yield
+        except RuntimeError as error:
+            place = self._place
+            raise PeerFailed(
+                f"All {place.size} ranks must join within timeout_s={self._timeout.total_seconds():g}. Rank "
+                f"{place.rank} did not reach them all. Read what the others printed, and check MASTER_ADDR and "
+                f"MASTER_PORT. The cause: {error}"
+            ) from error
+
+    def _meet(self, exchange: str, where: Callable[[], RankStatus], in_vain: Callable[[], bool]) -> list[range]:
+        """Exchange in memory, if that can be had; returns the ranks of each machine. Every rank must call this."""
+        timeout_s = self._timeout.total_seconds()
+        machines: list[range] = []
+        try:
+            with self._joining():
+                if not self._owns:
+                    _, self._hosts = describe_all(self.store, self._place, self._device, timeout_s)
+                self.memory, machines = meet_in_memory(
+                    self.store, self._place, exchange, timeout_s, where=where, in_vain=in_vain
+                )
         except NoSharedMemory as no:
             if no.is_needed:
                 raise RuntimeError(
                     f'exchange="memory" needs shared memory between all ranks. {no} Pass exchange="auto".'
                 ) from no
-            self.exchange = "gloo"
             self.why_gloo = str(no)
-            return None, []
-        except RuntimeError as error:
-            raise _not_all_came(place, timeout_s, error) from error
-        self.exchange = "memory"
-        return found
+        return machines
 
-    def _make_backends(
-        self,
-        place: RankEnv,
-        device: torch.device,
-        timeout_s: float,
-        memory: MemoryBackend | None,
-        machines: list[range],
-    ) -> Backends:
+    def _make_backends(self, machines: list[range]) -> Backends:
         default = dist.distributed_c10d._get_default_group()
-        accelerator = accelerator_of(device)
-        has_own = has_own_backend(accelerator) and default._get_backend(device).name() == accelerator.backend
-
-        def make() -> Backend:
-            if memory is not None and len(machines) == 1:
-                return memory
-            if memory is None:
-                return GlooBackend(self._make_group(place, timeout_s))
-            starts = [ranks.start for ranks in machines]
-            leaders = GlooBackend(self._make_group(place, timeout_s, starts)) if place.rank in starts else None
-            return TwoLevelBackend(memory, leaders, machines, place.rank)
-
-        host = make()
-        others = make()
+        accelerator = accelerator_of(self._device)
+        has_own = has_own_backend(accelerator) and default._get_backend(self._device).name() == accelerator.backend
+        host = self._make_backend(machines)
+        others = self._make_backend(machines)
         if has_own:
             return Backends(host, TorchBackend(default), others)
-        if accelerator.is_host or memory is None:
+        if accelerator.is_host or self.memory is None:
             return Backends(host, host, others)
-        return Backends(host, GlooBackend(self._make_group(place, timeout_s)), others)
+        return Backends(host, GlooBackend(self._make_group()), others)
+
+    def _make_backend(self, machines: list[range]) -> Backend:
+        """A backend for what lies on the host."""
+        if self.memory is None:
+            return GlooBackend(self._make_group())
+        if len(machines) == 1:
+            return self.memory
+        starts = [ranks.start for ranks in machines]
+        leaders = GlooBackend(self._make_group(starts)) if self._place.rank in starts else None
+        return TwoLevelBackend(self.memory, leaders, machines, self._place.rank)
 
     def rank_store(self, *, aside: bool = False) -> RankStore:
         """The messages between the ranks.
@@ -191,44 +195,31 @@ class ProcessGroups:
                     "to join_world."
                 ) from error
 
-    def _start(self, place: RankEnv, device: torch.device, timeout_s: float) -> None:
-        try:
+    def _start(self) -> torch.device | None:
+        """Start the default group; returns the device to which it is bound."""
+        place = self._place
+        with self._joining():
             store = launcher_store(place, self._timeout)
             end_silent(_new_sockets(self._before), self._timeout)
             self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
-            identities, self._hosts = describe_all(store, place, device, timeout_s)
-        except RuntimeError as error:
-            raise _not_all_came(place, timeout_s, error) from error
-        backends, self._bound = accelerator_of(device).process_group(identities)
+            identities, self._hosts = describe_all(store, place, self._device, self._timeout.total_seconds())
+        backends, bound = accelerator_of(self._device).process_group(identities)
         require_pinned(backends)
-        try:
+        with self._joining():
             dist.init_process_group(
-                backends,
-                timeout=self._timeout,
-                store=store,
-                rank=place.rank,
-                world_size=place.size,
+                backends, timeout=self._timeout, store=store, rank=place.rank, world_size=place.size
             )
-        except RuntimeError as error:
-            raise _not_all_came(place, timeout_s, error) from error
+        return bound
 
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        try:
-            accelerator_of(device).connect(group, self._timeout)
-        except RuntimeError as error:
-            raise _not_all_came(self._place, self._timeout.total_seconds(), error) from error
-
-    def _make_group(self, place: RankEnv, timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    def _make_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """A new group of these ranks, by default of all. Each of them must call this, and no other one.
 
         Where the default group is bound to a GPU, torch has the other ranks of a part split NCCL's group, which hangs.
         """
-        try:
+        with self._joining():
             group: dist.ProcessGroup = dist.new_group(
                 ranks, backend="gloo", timeout=self._timeout, use_local_synchronization=ranks is not None
             )
-        except RuntimeError as error:
-            raise _not_all_came(place, timeout_s, error) from error
         self._made.append(group)
         return group
 
@@ -276,13 +267,6 @@ def _counter(group: dist.ProcessGroup, device: torch.device) -> Callable[[], int
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
-
-
-def _not_all_came(place: RankEnv, timeout_s: float, error: RuntimeError) -> PeerFailed:
-    return PeerFailed(
-        f"All {place.size} ranks must join within timeout_s={timeout_s:g}. Rank {place.rank} did not reach them all. "
-        f"Read what the others printed, and check MASTER_ADDR and MASTER_PORT. The cause: {error}"
-    )
 
 
 def launcher_store(place: RankEnv, timeout: timedelta) -> dist.Store:

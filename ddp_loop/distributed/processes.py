@@ -10,17 +10,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, format_error
-from ddp_loop.elastic import leave_error, show_unless_reported
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, cut_text, format_error
+from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, UNSAVED_EXIT, leave_error, show_unless_reported
 
-PEER_FAILED_EXIT = 75  # of a process that was ended because another rank failed, or another host was ended
-UNSAVED_EXIT = 74  # of a process whose run was not saved whole, with on_save_error="warn"; EX_IOERR of sysexits.h
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 _PR_SET_PDEATHSIG = 1
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
+_SHOWN_LETTERS = 2_000  # of a peer's error; the failed rank prints the whole
+_LINE = "_ddp_loop_line"  # of an exception
 
 
 def end_with_parent() -> bool:
@@ -35,34 +38,76 @@ def follow_launcher(environment: Mapping[str, str]) -> None:
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """
-    end_with_torchrun(environment)
-    if sys.excepthook is show_unless_reported:
-        report_to_launcher.is_alone = True  # type: ignore[attr-defined]
-
-
-def end_with_torchrun(environment: Mapping[str, str]) -> None:
-    """End this process when torchrun is killed, which starts its workers from its main thread."""
     parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
+    # torchrun starts its workers from its main thread.
     if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
+    if sys.excepthook is show_unless_reported:
+        report_to_launcher.is_alone = True  # type: ignore[attr-defined]
 
 
 def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     """Have the launcher show the error of this rank: torchrun in its summary, `run` alone and once.
 
-    A `PeerFailed` and a `sys.exit` are reported to `run` alone: torchrun would take the former for the culprit's.
+    A `PeerFailed`, a `sys.exit` and Ctrl-C are reported to `run` alone: torchrun would take a `PeerFailed` for the
+    culprit's.
     """
     is_peer = isinstance(error, PeerFailed)
     is_alone = getattr(report_to_launcher, "is_alone", False)
-    is_exit = isinstance(error, SystemExit) and error.code not in (None, 0)
-    if not (isinstance(error, Exception) or is_exit) or ((is_peer or is_exit) and not is_alone):
-        return
-    text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
-    line = error.summary if isinstance(error, PeerFailed) else format_error(error)
-    if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
-        text = ""
+    text = ""
+    if isinstance(error, PeerFailed):
+        line = text = error.summary
+    elif isinstance(error, Exception):
+        line = format_error(error)
+        text = "".join(traceback.format_exception(error))
+    elif isinstance(error, SystemExit) and error.code not in (None, 0):
+        # The launcher may end this process before its code is seen.
         line = f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
-    leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
+    elif is_interrupt(error):
+        line = "was ended by a second Ctrl-C"
+    else:
+        return
+    if is_alone or (isinstance(error, Exception) and not is_peer):
+        leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this is the KeyboardInterrupt of a second Ctrl-C."""
+    return isinstance(error, KeyboardInterrupt) and has_line(error)
+
+
+class LineHook:
+    """A `sys.excepthook` that shows in one line what has one from `set_line`.
+
+    Args:
+        usual: the hook for other exceptions.
+
+    Attributes:
+        usual: as given.
+    """
+
+    def __init__(self, usual: ExceptHook) -> None:
+        self.usual: ExceptHook = usual.usual if isinstance(usual, LineHook) else usual
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = getattr(error, _LINE, None)
+        if line is None:
+            self.usual(kind, error, trace)
+        elif is_interrupt(error):
+            _end_at_exit(INTERRUPTED_EXIT, line, error)
+        else:
+            lines = [cut_text(line, _SHOWN_LETTERS), *getattr(error, "__notes__", ())]
+            sys.stderr.write("".join(f"{one}\n" for one in lines))
+
+
+def has_line(error: BaseException) -> bool:
+    """Whether `LineHook` shows a line for it."""
+    return hasattr(error, _LINE)
+
+
+def set_line(error: BaseException, line: str) -> None:
+    """Have `LineHook` show this instead of a traceback: others show the culprit's, or the frames help nobody."""
+    setattr(error, _LINE, line)
 
 
 def end_unsaved(line: str) -> None:
@@ -70,18 +115,23 @@ def end_unsaved(line: str) -> None:
 
     A rank that another process started through multiprocessing, as `launch` does, prints the line at once.
     """
+    if multiprocessing.parent_process() is not None:
+        _say_last(line)
+    else:
+        _end_at_exit(UNSAVED_EXIT, line, None)
+
+
+def _end_at_exit(code: int, line: str, by: BaseException | None) -> None:
+    """Have this process end with a code and a last line if this exception, or none, ends it."""
 
     def end() -> None:
         atexit.unregister(end)
         atexit._run_exitfuncs()  # the others, which were registered before
-        if getattr(sys, "last_value", None) is None:
+        if getattr(sys, "last_value", None) is by:
             _say_last(line)
-            os._exit(UNSAVED_EXIT)  # an exit function cannot change the code
+            os._exit(code)  # an exit function cannot change it
 
-    if multiprocessing.parent_process() is not None:
-        _say_last(line)
-    else:
-        atexit.register(end)
+    atexit.register(end)
 
 
 def _say_last(line: str) -> None:

@@ -115,12 +115,6 @@ def settings_of(state: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def own(state: Mapping[str, object], without: Collection[str] = ()) -> tuple[list[str], torch.Tensor]:
-    """The tensors of this rank: names with dtype and shape, and checksums, (T,) int64 on the host."""
-    tensors = named_tensors(state, without)
-    return _forms(tensors), checksum_all(list(tensors.values())).cpu()
-
-
 def _forms(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [f"{name} ({str(one.dtype).removeprefix('torch.')}, {tuple(one.shape)})" for name, one in tensors.items()]
 

@@ -84,16 +84,13 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
 
-    def take(self) -> bool:
-        """Take over the signals; False outside of the main thread, where Python allows no handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        if not self._before:
+    def take(self) -> None:
+        """Take over the signals, but for outside of the main thread, where Python allows no handlers."""
+        if not self._before and threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, _record_signal) for number in REQUESTS}
             _undo_in_forks()
             _taken.append(self)
-        return True
 
     def restore(self) -> None:
         if not self._before or threading.current_thread() is not threading.main_thread():

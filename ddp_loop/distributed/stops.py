@@ -16,9 +16,9 @@ from typing import Protocol
 
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import Stopped
-from ddp_loop.distributed.processes import PEER_FAILED_EXIT
 from ddp_loop.distributed.signals import TERMINATED
 from ddp_loop.distributed.watchdog import Watchdog
+from ddp_loop.elastic import PEER_FAILED_EXIT
 
 _LAUNCHER_S = 5.0  # for torchrun on this host to notice too; it looks every 0.1 s (--monitor-interval)
 
@@ -44,16 +44,19 @@ class Stops:
 
     Args:
         place: of this process.
+        watchdog: sees the requests.
         gather: returns what each rank was asked, in rank order; every rank must call it.
 
     Attributes:
-        watchdog: sees the requests; None until the world was joined.
+        watchdog: as given.
     """
 
-    def __init__(self, place: RankEnv, gather: Callable[[], Sequence[str | None]]) -> None:
+    def __init__(self, place: RankEnv, watchdog: Watchdog, gather: Callable[[], Sequence[str | None]]) -> None:
         self._place = place
         self._gather = gather
-        self.watchdog: Watchdog | None = None
+        self.watchdog = watchdog
+        watchdog.look_for_stop = self._look
+        watchdog.say = self._say
         self._loops: list[Stoppable] = []  # those with handlers, the innermost last
         self._has_begun = False  # whether any loop had handlers, on every rank alike
         self._asked: str | None = None  # by the script of this rank
@@ -62,7 +65,7 @@ class Stops:
     @property
     def asked(self) -> str | None:
         """Why the ranks were asked to stop, as far as this one knows; None without a request."""
-        return self._asked or (None if self.watchdog is None else self.watchdog.stop)
+        return self._asked or self.watchdog.stop
 
     @property
     def can_stop_here(self) -> bool:
@@ -80,20 +83,17 @@ class Stops:
 
     def install_handlers(self, loop: Stoppable) -> None:
         """Take SIGINT, SIGTERM and what asks the loop as requests to stop, until `restore_handlers`."""
-        if self.watchdog is not None:
-            if loop not in self._loops:
-                self._loops.append(loop)
-            self._has_begun = True
-            self.watchdog.look_for_stop = self._look
-            self.watchdog.say = self._say
-            self.watchdog.install_stop_handlers()
+        if loop not in self._loops:
+            self._loops.append(loop)
+        self._has_begun = True
+        self.watchdog.install_stop_handlers()
 
     def restore_handlers(self, loop: Stoppable) -> None:
         """Restore the former handlers after the outermost loop; after a stop only on leaving, since the same request
         may arrive twice."""
         if loop in self._loops:
             self._loops.remove(loop)
-        if self.watchdog is not None and not self._loops and not self.watchdog.requests.has_followed:
+        if not self._loops and not self.watchdog.requests.has_followed:
             self.watchdog.signals.restore()
 
     def _look(self) -> str | None:
@@ -109,19 +109,18 @@ class Stops:
         Returns:
             The reason.
         """
-        why = why or (None if self.watchdog is None else self.watchdog.reason_to_stop()) or "loop.stop()"
+        why = why or self.watchdog.reason_to_stop() or "loop.stop()"
         for loop in reversed(self._loops):
             if loop is not inner:
                 loop.stop_here(why)
         self._asked = None
         self._why = why
-        if self.watchdog is not None:
-            self.watchdog.stop_followed()
+        self.watchdog.stop_followed()
         return why
 
     def ended(self) -> Stopped:
         """The exception that ends the script after a stop. See [Note: A host that leaves]."""
-        if self.watchdog is None or not self._is_of_another_host() or self.watchdog.terminated.wait(_LAUNCHER_S):
+        if not self._is_of_another_host() or self.watchdog.terminated.wait(_LAUNCHER_S):
             return Stopped()
         if self._place.local_rank == 0:
             sys.stderr.write(
@@ -137,7 +136,7 @@ class Stops:
 
     def raise_if_stopped(self) -> None:
         """Raise Stopped if the ranks have stopped, and no loop began since; no collective, the same on every rank."""
-        if self.watchdog is not None and self.watchdog.requests.has_followed:
+        if self.watchdog.requests.has_followed:
             raise self.ended()
 
     def agree(self) -> None:

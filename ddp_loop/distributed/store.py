@@ -112,15 +112,10 @@ class RankStore:
     def set_failure(self, error: BaseException, where: RankStatus) -> None:
         """Note that this rank failed, unless another one failed before."""
         text = cut_text("".join(traceback.format_exception(error)))
-        self._set_failure(
-            f"{self.names[self._rank]} failed{where}: {format_error(error)}\n\n{text}",
-            rank=self._rank,
-            stage=where.stage,
-            step=where.step,
-        )
+        self._set_failure(f"{self.names[self._rank]} failed{where}: {format_error(error)}\n\n{text}", self._rank, where)
 
-    def _set_failure(self, message: str, *, rank: int | None, stage: str = "", step: int = 0) -> None:
-        word = json.dumps({"message": message, "rank": rank, "stage": stage, "step": step})
+    def _set_failure(self, message: str, rank: int | None, where: RankStatus) -> None:
+        word = json.dumps([message, rank, where.stage, where.step])
         with suppress(RuntimeError):  # the store is gone with the launcher; peers notice the closed connections
             self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
             self._set_news()
@@ -152,8 +147,7 @@ class RankStore:
             came = self._wait_for((_FAILURE, *left), 0.0 if isinstance(error, PeerGone) else _FAILURE_WAIT_S)
             if came is None and isinstance(error, PeerGone):
                 where = max(error.where, self._last_place(error.rank), key=_progress)
-                message = describe_gone(self.names[error.rank], where)
-                self._set_failure(message, rank=error.rank, stage=where.stage, step=where.step)
+                self._set_failure(describe_gone(self.names[error.rank], where), error.rank, where)
             elif came != _FAILURE:
                 self._call_all({left[came]} if came is not None else set(), timeout_s)
         return self.get_failure() or self._unexplained(error, timeout_s)
@@ -194,12 +188,7 @@ class RankStore:
         seen = {rank: self._last_place(rank) for rank in range(self._size) if rank not in here}
         culprit, message, stack = find_culprit(here, seen, ended, self.names, timeout_s)
         where = RankStatus() if culprit is None else here[culprit].where if culprit in here else seen[culprit]
-        self._set_failure(
-            message + (f"\n\nThe stack of rank {culprit}:\n{stack}" if stack else ""),
-            rank=culprit,
-            stage=where.stage,
-            step=where.step,
-        )
+        self._set_failure(message + (f"\n\nThe stack of rank {culprit}:\n{stack}" if stack else ""), culprit, where)
 
     def set_wait(self, kind: str) -> None:
         """Note that this rank has waited for a while in a collective of this kind; "" for none."""
@@ -234,12 +223,10 @@ class RankStore:
     def get_failure(self) -> PeerFailed | None:
         """The first failure; None without one."""
         try:
-            if not self._store.check([_FAILURE]):
-                return None
-            word = json.loads(self._store.get(_FAILURE))
-        except (RuntimeError, ValueError):
+            word = self.get(_FAILURE)
+        except RuntimeError:
             return None  # the store is gone with the launcher
-        return PeerFailed(word["message"], word["rank"], word["stage"], word["step"])
+        return None if word is None else PeerFailed(*json.loads(word))
 
     # -- stop ----------------------------------------------------------------------------------------------
 

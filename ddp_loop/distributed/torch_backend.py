@@ -16,13 +16,12 @@ faults.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed.backend import STEP, PieceOrder, Work
+from ddp_loop.distributed.backend import STEP, Numbers, PieceOrder, Work, gathered
 from ddp_loop.distributed.piece_sums import tree_levels
 
 
@@ -36,10 +35,8 @@ class TorchBackend:
         self.rank = group.rank()
         self.size = group.size()
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> TorchNumbers:
-        part = torch.tensor(numbers, device="cpu")
-        whole = part.new_empty(self.size * len(numbers))
-        return TorchNumbers(self.start_gather(whole, part, what), whole.view(self.size, -1))
+    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
+        return gathered(self, numbers, what)
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
         return self._group.allreduce([tensor])
@@ -73,21 +70,6 @@ class TorchBackend:
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
         """Drop the group: its connections are closed with the last reference."""
         del self._group
-
-
-class TorchNumbers:
-    """Integers of all ranks under way."""
-
-    def __init__(self, work: Work, whole: torch.Tensor) -> None:
-        self._work = work
-        self._whole = whole
-        self.is_completed = work.is_completed
-
-    def wait(self, timeout: timedelta | None = None, /) -> bool:
-        return self._work.wait() if timeout is None else self._work.wait(timeout)
-
-    def rows(self) -> list[tuple[int, ...]]:
-        return list(map(tuple, self._whole.tolist()))
 
 
 class TorchFlatSum:

@@ -16,10 +16,10 @@ from datetime import timedelta
 
 import torch
 
-from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
+from ddp_loop.distributed.backend import STEP, FlatSum, Numbers, PieceOrder, Work, gathered
 from ddp_loop.distributed.gloo import GlooBackend
 from ddp_loop.distributed.memory import MemoryBackend
-from ddp_loop.distributed.piece_sums import IDENTITY, padded
+from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
 
 InVain = Callable[[], bool]
 Rest = Callable[[InVain], None]
@@ -45,13 +45,9 @@ class SumNode:
 
 def tree_of(last_merges: Sequence[int]) -> SumNode | None:
     """The tree that adds up pieces; None without any."""
-    nodes: list[SumNode] = []
-    for piece, merges in enumerate(last_merges):
-        nodes.append(SumNode(piece, piece + 1))
-        for _ in range(merges):
-            right = nodes.pop()
-            left = nodes.pop()
-            nodes.append(SumNode(left.first, right.end, (left, right)))
+    nodes = [SumNode(piece, piece + 1) for piece in range(len(last_merges))]
+    for left, right in additions(last_merges):
+        nodes[left] = SumNode(left, nodes[right].end, (nodes[left], nodes[right]))
     return nodes[0] if nodes else None
 
 
@@ -139,17 +135,6 @@ class Stages:
             self._is_over = True
 
 
-class AllNumbers(Stages):
-    """Integers of all ranks under way, which come into `whole`, (size, count)."""
-
-    def __init__(self, work: Stages, whole: torch.Tensor) -> None:
-        super().__init__(work.first, work.rest)
-        self._whole = whole
-
-    def rows(self) -> list[tuple[int, ...]]:
-        return list(map(tuple, self._whole.tolist()))
-
-
 class TwoLevelBackend:
     """Collectives in memory inside machines, and over gloo between their leaders.
 
@@ -167,43 +152,47 @@ class TwoLevelBackend:
         self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self.size = machines[-1].stop
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> AllNumbers:
-        part = torch.tensor(numbers, device="cpu")
-        whole = part.new_empty(self.size * len(numbers))
-        return AllNumbers(self.start_gather(whole, part, what), whole.view(self.size, -1))
+    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
+        return gathered(self, numbers, what)
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
-        def rest(in_vain: InVain) -> None:
-            if self._leaders is not None:
-                self._leaders.wait(self._leaders.start_sum(tensor, what), in_vain)
-            self.local.finish(self.local.start_broadcast(tensor, what), in_vain)
+        def between(leaders: GlooBackend, in_vain: InVain) -> None:
+            leaders.wait(leaders.start_sum(tensor, what), in_vain)
 
-        return Stages(self.local.start_sum(tensor, what), rest)
+        return self._stages(self.local.start_sum(tensor, what), between, tensor, what)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Stages:
         most = max(map(len, self.machines))
         count = part.numel()
         mine = part.new_empty(self.local.size * count)
 
-        def rest(in_vain: InVain) -> None:
-            if self._leaders is not None:
-                padded_mine = part.new_zeros(most * count)
-                padded_mine[: len(mine)] = mine
-                every = part.new_empty(len(self.machines) * most * count)
-                self._leaders.wait(self._leaders.start_gather(every, padded_mine, what), in_vain)
-                rows = every.view(len(self.machines), most, count)
-                torch.cat([rows[n, : len(ranks)].reshape(-1) for n, ranks in enumerate(self.machines)], out=whole)
-            self.local.finish(self.local.start_broadcast(whole, what), in_vain)
+        def between(leaders: GlooBackend, in_vain: InVain) -> None:
+            padded_mine = part.new_zeros(most * count)
+            padded_mine[: len(mine)] = mine
+            every = part.new_empty(len(self.machines) * most * count)
+            leaders.wait(leaders.start_gather(every, padded_mine, what), in_vain)
+            rows = every.view(len(self.machines), most, count)
+            torch.cat([rows[n, : len(ranks)].reshape(-1) for n, ranks in enumerate(self.machines)], out=whole)
 
-        return Stages(self.local.start_gather(mine, part, what), rest)
+        return self._stages(self.local.start_gather(mine, part, what), between, whole, what)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Stages:
+        def between(leaders: GlooBackend, in_vain: InVain) -> None:
+            leaders.wait(leaders.start_broadcast(tensor, what), in_vain)
+
+        return self._stages(self.local.start_numbers((), what)[0], between, tensor, what)
+
+    def _stages(
+        self, first: Work, between: Callable[[GlooBackend, InVain], None], result: torch.Tensor, what: str
+    ) -> Stages:
+        """An operation inside machines, then between their leaders, whose result each gives to its own machine."""
+
         def rest(in_vain: InVain) -> None:
             if self._leaders is not None:
-                self._leaders.wait(self._leaders.start_broadcast(tensor, what), in_vain)
-            self.local.finish(self.local.start_broadcast(tensor, what), in_vain)
+                between(self._leaders, in_vain)
+            self.local.finish(self.local.start_broadcast(result, what), in_vain)
 
-        return Stages(self.local.start_numbers((), what), rest)
+        return Stages(first, rest)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> TwoLevelFlatSum:
         return TwoLevelFlatSum(self, self._leaders, order, length, dtype)

@@ -91,11 +91,7 @@ def _plain(word: Any) -> Any:
         return _dtype(parts[0])
     if kind == "tensor":
         name, shape, data = parts
-        flat = (
-            torch.frombuffer(bytearray(b64decode(data)), dtype=torch.uint8)
-            if data
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        flat = torch.tensor(np.frombuffer(b64decode(data), np.uint8), device="cpu")
         return flat.view(_dtype(name)).reshape(shape)
     return _SENDABLE[kind](*map(_plain, parts))
 

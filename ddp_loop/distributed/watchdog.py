@@ -30,9 +30,10 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ddp_loop.distributed.failures import RankReport, RankStatus
-from ddp_loop.distributed.processes import PEER_FAILED_EXIT
+from ddp_loop.distributed.processes import set_line
 from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals, StopRequests
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT
 
 _LOOK_S = 0.25  # between two polls of 0.1 ms
 _CALLBACKS = (weakref.__file__, _weakrefset.__file__)
@@ -79,7 +80,7 @@ class Watchdog:
         self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
         self._pending: BaseException | None = None  # what the interrupted main thread is to raise
-        self._leaving = self._fails = self._answered = False
+        self._leaving = False
         self._deadline = float("inf")
         self._exit = (1, "")
         self._interrupt_at = float("inf")
@@ -127,7 +128,6 @@ class Watchdog:
         """Stop interrupting the main thread, which leaves the world; after a failure limit its time."""
         self._leaving = True
         if failed:
-            self._fails = True
             self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
 
     def install_stop_handlers(self) -> None:
@@ -162,9 +162,9 @@ class Watchdog:
         """Raise in the main thread what it was interrupted for."""
         pending = self._pending
         self._pending = None
-        if isinstance(pending, KeyboardInterrupt):
-            self._deadline = float("inf")  # it is raised below; a notebook continues after it
         if pending is not None and not self._leaving:
+            if isinstance(pending, KeyboardInterrupt):
+                self._deadline = float("inf")  # a notebook continues after it
             pending.__dict__[_BY] = id(self)
             raise pending
 
@@ -215,11 +215,10 @@ class Watchdog:
         with self._lock:
             if self.stop is None and (why := self._store.get_stop()):
                 self.stop = why
-        if self._answered is False and self._store.is_called():
-            self._answered = True
+        if self._store.is_called():
             self._store.answer(RankReport(self._where(), self._stack()))
         failure = self._store.get_failure()
-        if failure is not None and not self._fails and self._pending is None and self._deadline == float("inf"):
+        if failure is not None and self._pending is None and self._deadline == float("inf"):
             self._pending = failure
             os.write(self._notify, b"!")
             self._interrupt_at = self._clock() + _INTERRUPT_S
@@ -241,8 +240,10 @@ class Watchdog:
             self.ask_to_stop(f"{TERMINATED}{self._rank}")
             self._say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
+            line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
             self._pending = KeyboardInterrupt("a second Ctrl-C")
-            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C.\n")
+            set_line(self._pending, line)
+            self._limit(_END_S, INTERRUPTED_EXIT, f"{line}\n")
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)
@@ -273,8 +274,10 @@ class Watchdog:
             for child in multiprocessing.active_children():
                 if child.daemon:  # a DataLoader's workers, which a normal exit would end too
                     child.kill()
-            stack = "".join(f"  {line}\n" for line in self._stack().rstrip().splitlines())
-            _write_if_read(f"{message}Its stack was:\n{stack}".encode(errors="backslashreplace"))
+            if code != INTERRUPTED_EXIT:
+                stack = "".join(f"  {line}\n" for line in self._stack().rstrip().splitlines())
+                message += f"Its stack was:\n{stack}"
+            _write_if_read(message.encode(errors="backslashreplace"))
         finally:
             os._exit(code)
 

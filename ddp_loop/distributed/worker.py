@@ -30,8 +30,8 @@ from ddp_loop.distributed.cells import CELL, cell_sockets
 from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
-from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
-from ddp_loop.elastic import is_stopped, oom_kills
+from ddp_loop.distributed.processes import children_except, end_daemons, end_with_parent
+from ddp_loop.elastic import PEER_FAILED_EXIT, is_stopped, lacked_memory, oom_kills
 
 _PARENT_CHECK_S = 1.0
 _START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer
@@ -263,9 +263,7 @@ def _cause_of_death(exit_code: int | None, oom_kills_before: int | None) -> str:
         return f"died with exit code {exit_code}"
     known = {number.value: number.name for number in signal.Signals}
     died = f"died by signal {-exit_code} ({known.get(-exit_code, 'unnamed')})"
-    oom_now = oom_kills() if exit_code == -signal.SIGKILL else None
-    lacked_memory = oom_now is not None and oom_kills_before is not None and oom_now > oom_kills_before
-    return f"{died}, for lack of memory" if lacked_memory else died
+    return f"{died}, for lack of memory" if exit_code == -signal.SIGKILL and lacked_memory(oom_kills_before) else died
 
 
 def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: int, main_thread: bool) -> None:

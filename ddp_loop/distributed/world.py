@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakSet
@@ -63,6 +64,7 @@ class World:
         accelerator: what that device is and can do.
         seed: of all random streams; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
+        store: the messages between the ranks through the launcher's key-value store.
         stops: requests to stop, and what all ranks made of them.
         exchange: how ranks exchange values of the CPU: "memory", "gloo", or "" in a world of one.
         why_gloo: why not in memory, in words; empty where nothing prevents it.
@@ -80,18 +82,15 @@ class World:
         self.accelerator = accelerator_of(device)
         self.seed = seed
         self.timeout_s = timeout_s
-        self._closers: list[Callable[[], None]] = []
+        self._closers: list[Callable[[], None]] = [partial(torch.set_num_threads, torch.get_num_threads())]
         self._refusal: str | None = None  # why no collective can run now
         self.blocked_because: str | None = None  # why only those of the current step can run; set by its fold
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
-        self._firsts = 0
-        self._threads_before = torch.get_num_threads()
         self._groups: ProcessGroups | None = None
         # A world of one has no groups and a store of its own.
-        self._store = RankStore(dist.HashStore(), self.rank, self.size)
-        self._collectives = Collectives(None, self._store, timeout_s)
+        self.store = RankStore(dist.HashStore(), self.rank, self.size)
+        self._collectives = Collectives(None, self.store, timeout_s)
         self._watchdog: Watchdog | None = None
-        self.stops = Stops(place, lambda: self.gather(self.stops.asked, "requests to stop"))
         self.stage = ""
         self.step = 0
         self.exchange = ""
@@ -108,8 +107,8 @@ class World:
                 self._join(place, exchange)
             # Through another connection, since a wait blocks the one on which it is made.
             aside = None if self._groups is None else self._groups.rank_store(aside=True)
-            self._watchdog = Watchdog(aside or self._store, self.rank, lambda: self.where)
-            self.stops.watchdog = self._watchdog
+            self._watchdog = Watchdog(aside or self.store, self.rank, lambda: self.where)
+            self.stops = Stops(place, self._watchdog, lambda: self.gather(self.stops.asked, "requests to stop"))
             self._watchdog.start()
             if self._groups is not None and self._groups.memory is not None:
                 self._groups.memory.watch(self._watchdog.noticed)
@@ -129,16 +128,11 @@ class World:
             where=lambda: self.where,
             in_vain=lambda: self._collectives.is_in_vain(),
         )
-        self._store = groups.rank_store()
-        self._collectives = Collectives(groups.backends, self._store, self.timeout_s)
+        self.store = groups.rank_store()
+        self._collectives = Collectives(groups.backends, self.store, self.timeout_s)
         self.exchange = groups.exchange
         self.why_gloo = groups.why_gloo
         self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
-
-    @property
-    def store(self) -> RankStore:
-        """The messages between the ranks through the launcher's key-value store."""
-        return self._store
 
     @property
     def where(self) -> RankStatus:
@@ -276,7 +270,7 @@ class World:
         for rank, one in enumerate(told):
             if one is not None:
                 text, where = one
-                raise PeerFailed(f"{self._store.names[rank]} failed{where}: {text}", rank, where.stage, where.step)
+                raise PeerFailed(f"{self.store.names[rank]} failed{where}: {text}", rank, where.stage, where.step)
 
     @contextmanager
     def failing_together(self, *kinds: type[Exception]) -> Iterator[None]:
@@ -350,11 +344,10 @@ class World:
             PeerFailed: rank 0 failed in the block, a rank failed while this one waited, or rank 0 took longer.
         """
         self.require_collectives_allowed()
-        self._firsts += 1
-        key = f"first/{self._firsts}"
+        key = f"first/{self.store.number()}"
         told = ""
         if self.rank != 0:
-            self._store.await_first(key, timeout_s, self.stage, self.step)
+            self.store.await_first(key, timeout_s, self.stage, self.step)
         self._refusal = _FIRST
         try:
             yield
@@ -365,7 +358,7 @@ class World:
             if self._refusal is _FIRST:
                 self._refusal = None
             if self.rank == 0:
-                self._store.put(key, told)
+                self.store.put(key, told)
 
     def on_rank_zero(self, function: Callable[[], Value], *, timeout_s: float = 1800.0) -> Value:
         """Call `function` on rank 0 alone; every rank gets its result, or fails with it. Every rank must call this.
@@ -413,7 +406,7 @@ class World:
             self.explain(error)
             shorten_refusal(error)
             report_to_launcher(error, self.where)
-            self._store.set_failure(error, self.where)
+            self.store.set_failure(error, self.where)
         elif error is not None:
             report_to_launcher(shorten(error), self.where)
         try:
@@ -437,7 +430,6 @@ class World:
         with ExitStack() as ending:  # the last one first, and each even if another one raises
             if self._watchdog is not None:
                 ending.callback(self._watchdog.end)
-            ending.callback(torch.set_num_threads, self._threads_before)
             ending.callback(self._leave_groups, failed)
             for close in self._closers:
                 ending.callback(close)
@@ -449,9 +441,9 @@ class World:
         if self._groups is not None:
             if not failed:
                 with suppress(RuntimeError):  # the store is gone with the launcher
-                    self._store.set_ended()
+                    self.store.set_ended()
             under_way = self._collectives.under_way
-            self._collectives = Collectives(None, self._store, self.timeout_s)
+            self._collectives = Collectives(None, self.store, self.timeout_s)
             self._groups.leave(under_way, failed=failed)  # their last references
         self._groups = None
 

@@ -2,16 +2,29 @@
 
 from ddp_loop.elastic.command import add_run, run_command
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, loopback_variables
-from ddp_loop.elastic.process_states import is_stopped, oom_kills
+from ddp_loop.elastic.process_states import (
+    GRACE_S,
+    INTERRUPTED_EXIT,
+    PEER_FAILED_EXIT,
+    UNSAVED_EXIT,
+    is_stopped,
+    lacked_memory,
+    oom_kills,
+)
 from ddp_loop.elastic.rank import begin_at_script, is_reported, leave_advice, leave_error, show_unless_reported
 
 __all__ = [
+    "GRACE_S",
+    "INTERRUPTED_EXIT",
     "LOOPBACK",
+    "PEER_FAILED_EXIT",
+    "UNSAVED_EXIT",
     "add_run",
     "begin_at_script",
     "host_store",
     "is_reported",
     "is_stopped",
+    "lacked_memory",
     "leave_advice",
     "leave_error",
     "loopback_variables",

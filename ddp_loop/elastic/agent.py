@@ -2,8 +2,9 @@
 
 [Note: Signals of a launcher] The ranks are in sessions of their own, so Ctrl-C reaches them through the agent alone.
 The first one is passed on, and the ranks stop with a checkpoint; all that ended with code 0 make the launcher end with
-0. The second is passed on too, and what still runs after 2 s is killed; the third kills at once. SIGTERM is passed on
-likewise, and SIGHUP as SIGTERM, since its default would end a rank without a checkpoint; after `nohup` it is ignored.
+0. The second is passed on too, and what still runs after 2 s is killed; the third kills at once. Then the launcher ends
+with 130. SIGTERM is passed on likewise, and SIGHUP as SIGTERM, since its default would end a rank without a checkpoint;
+after `nohup` it is ignored.
 
 An agent whose ranks are done waits up to 300 s for those of the other hosts. After Ctrl-C all hosts end, but torch's
 agent leaves without a word on the host that got it. This one tells the others that it is done. After SIGTERM it does
@@ -15,7 +16,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddp_loop.elastic.failures import describe, describe_rest
+from ddp_loop.elastic.process_states import INTERRUPTED_EXIT
 from ddp_loop.elastic.rank_processes import RankProcesses
 from ddp_loop.elastic.rendezvous import make_rendezvous
 
@@ -58,9 +58,8 @@ class Agent(LocalElasticAgent):
             **more,
         )
         self._ignores_hangups = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._stops_to_restart = self._has_met = self.leaves_others = False
+        self._stops_to_restart = self._has_met = self._is_interrupted = self.leaves_others = False
         self._ranks: RankProcesses | None = None
-        self._left: list[int] = []  # the ranks that still ran when a failure was described
 
     def exit_code(self) -> int:
         """Run the ranks until they have ended, and return the exit code of the launcher."""
@@ -75,7 +74,7 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:  # no rank was started
             return 128 + number
         if self._monitor_workers(self._worker_group).state != WorkerState.SUCCEEDED:
-            return 1
+            return INTERRUPTED_EXIT if self._is_interrupted else 1
         if number == signal.SIGINT and not self._has_met:
             self._exit_barrier()
         return 0
@@ -87,28 +86,16 @@ class Agent(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if self._pcontext is not None:
             timeout_s = getattr(self, "_shutdown_timeout", _SHUTDOWN_S)
-            self._ranks = RankProcesses(self._pcontext, ranks, self._describe, timeout_s)
+            self._ranks = RankProcesses(self._pcontext, ranks, timeout_s)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and self._ranks is not None:
-            rest = [one for one in self._ranks.endings() if one.rank in self._left]
-            after = [self._restarts()] if self._remaining_restarts > 0 else self._ranks.advice()
-            sys.stderr.write(describe_rest(rest, after))
-            sys.stderr.flush()
+            of = self._worker_group.spec.max_restarts
+            left = self._remaining_restarts
+            self._ranks.describe_rest(f"the ranks start again (restart {of - left + 1} of {of})" if left > 0 else "")
         return result
-
-    def _describe(self, ranks: RankProcesses) -> None:
-        """Describe a failure, while some ranks may still run."""
-        self._left = ranks.running()
-        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        sys.stderr.write(describe(ranks.endings(), self._left, is_coloured=_has_colours(), width=width))
-        sys.stderr.flush()
-
-    def _restarts(self) -> str:
-        of = self._worker_group.spec.max_restarts
-        return f"the ranks start again (restart {of - self._remaining_restarts + 1} of {of})"
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._stops_to_restart = True
@@ -123,6 +110,7 @@ class Agent(LocalElasticAgent):
             if self._stops_to_restart:  # it is the first: the ranks get it, and time
                 self._stops_to_restart = False
                 raise
+            self._is_interrupted = second.sigval == signal.SIGINT
             try:
                 self._close_ranks(second.sigval, _SECOND_S)
             except SignalException:
@@ -191,7 +179,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for one in loggers:
             one.disabled = False
-
-
-def _has_colours() -> bool:
-    return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

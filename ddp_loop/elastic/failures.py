@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ddp_loop.elastic.process_states import INTERRUPTED_EXIT, PEER_FAILED_EXIT, UNSAVED_EXIT
+
 _RED = "\x1b[31m"
 _PLAIN = "\x1b[0m"
-_PEER_FAILED_EXIT = 75
-_UNSAVED_EXIT = 74  # as in distributed/processes.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def read_ending(rank: int, failure: ProcessFailure) -> Ending:
     """What a failed rank left in its error file, which `report_to_launcher` or torch's own `record` wrote."""
     found = failure.error_file_data.get("message")
     if not isinstance(found, dict):
-        is_peer = failure.exitcode == _PEER_FAILED_EXIT
+        is_peer = failure.exitcode == PEER_FAILED_EXIT
         return Ending(rank, failure.exitcode, float(failure.timestamp), is_peer=is_peer)
     facts = found.get("extraInfo") or {}
     at = float(failure.timestamp)
@@ -96,6 +96,8 @@ def describe(
         head = "\n".join(_wrap(line, width) for line in head.splitlines())
     lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
     others = sorted((one for one in endings if one != first), key=_by_rank)
+    if first.exit_code == INTERRUPTED_EXIT:  # as most of them
+        others = [one for one in others if one.exit_code != INTERRUPTED_EXIT]
     lines += [f"ddp_loop: rank {one.rank} {_of_other(one, first)}" for one in others]
     lines += [f"ddp_loop: rank {rank} has not ended by itself, and gets SIGTERM" for rank in running]
     return "\n".join(lines) + "\n"
@@ -164,7 +166,7 @@ def _of_other(one: Ending, first: Ending | None = None) -> str:
 
 def _of_code(one: Ending) -> str:
     if one.exit_code >= 0:
-        why = ", since its run was not saved whole" if one.exit_code == _UNSAVED_EXIT else ""
+        why = ", since its run was not saved whole" if one.exit_code == UNSAVED_EXIT else ""
         return f"ended with exit code {one.exit_code}{why}"
     name = str(-one.exit_code)
     with suppress(ValueError):

@@ -5,6 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+# Exit codes of a rank.
+PEER_FAILED_EXIT = 75  # another rank failed, or another host was ended
+UNSAVED_EXIT = 74  # its run was not saved whole, with on_save_error="warn"; EX_IOERR of sysexits.h
+INTERRUPTED_EXIT = 130  # a second Ctrl-C
+
+# Peers of a failed rank have this long to end by themselves; with `join_world` they need milliseconds, and a watchdog
+# ends one that cannot be interrupted after 1.6 s. A fault must end all ranks within 3 s, and reporting and killing need
+# the rest.
+GRACE_S = 2.0
+
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by controller: version 2 has one hierarchy for all
@@ -30,6 +40,12 @@ def oom_kills() -> int | None:
             if _KILLS in words:
                 return int(words[_KILLS])
     return None
+
+
+def lacked_memory(kills_before: int | None) -> bool | None:
+    """Whether the kernel has killed a process for lack of memory since then; None where it does not tell."""
+    now = oom_kills()
+    return None if now is None or kills_before is None else now > kills_before
 
 
 def _of_own_group() -> list[Path]:

@@ -9,7 +9,9 @@ without that wait. The failure is described before anything else is waited for.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,11 +22,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_loop.elastic.failures import Ending, read_ending
-from ddp_loop.elastic.process_states import is_stopped, oom_kills
+from ddp_loop.elastic.failures import Ending, describe, describe_rest, read_ending
+from ddp_loop.elastic.process_states import GRACE_S, is_stopped, lacked_memory, oom_kills
 from ddp_loop.elastic.rank import ADVICE
 
-_GRACE_S = 2.0  # a watchdog ends a rank that cannot be interrupted 1.6 s after it has seen a failure
 _LOOK_S = 0.02
 
 
@@ -34,31 +35,37 @@ class RankProcesses:
     Args:
         context: torch's `SubprocessContext`, which has just started them.
         ranks: their numbers in the world, by their numbers on this host.
-        describe: called once when a rank has failed, before those that still run are ended.
         timeout_s: from SIGTERM to SIGKILL.
     """
 
-    def __init__(
-        self, context: Any, ranks: dict[int, int], describe: Callable[[RankProcesses], None], timeout_s: int
-    ) -> None:
+    def __init__(self, context: Any, ranks: dict[int, int], timeout_s: int) -> None:
         self._context = context
         self._ranks = ranks
-        self._describe = describe
         self._timeout_s = timeout_s
         self._sent: dict[int, set[signal.Signals]] = {local: set() for local in ranks}
         self._stopped: set[int] = set()
         self._failures: dict[int, ProcessFailure] = {}
+        self._left: list[int] = []  # the ranks that still ran when a failure was described
         self._oom_kills = oom_kills()
         vars(context)["close"] = partial(self._close, context.close)  # torch calls it itself when a rank has failed
         for local, handler in self._context.subprocess_handlers.items():
             vars(handler)["close"] = partial(self._send, local, handler.close)
 
-    def running(self) -> list[int]:
-        """The ranks that still run, and have not left a word on why they fail."""
-        return [self._ranks[local] for local in self._running() if not self._has_word(local)]
+    def _describe(self) -> None:
+        """Describe a failure, while some ranks may still run."""
+        self._left = [self._ranks[local] for local in self._running() if not self._has_word(local)]
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        sys.stderr.write(describe(self._endings(), self._left, is_coloured=_has_colours(), width=width))
+        sys.stderr.flush()
 
-    def endings(self) -> list[Ending]:
-        """How the others ended, or are about to end."""
+    def describe_rest(self, again: str) -> None:
+        """Describe how the ranks ended that still ran then, and what comes next, or else what the user can do."""
+        after = [again] if again else self._advice()
+        sys.stderr.write(describe_rest([one for one in self._endings() if one.rank in self._left], after))
+        sys.stderr.flush()
+
+    def _endings(self) -> list[Ending]:
+        """How the ranks ended, or are about to end, of which this is known."""
         found = []
         for local, rank in self._ranks.items():
             code = self._context.subprocess_handlers[local].proc.poll()
@@ -71,18 +78,17 @@ class RankProcesses:
                 continue
             ending = read_ending(rank, self._failure(local, code))
             was_sent = code < 0 and -code in self._sent[local]
-            oom_now = oom_kills() if code == -signal.SIGKILL and not was_sent else None
             found.append(
                 replace(
                     ending,
                     is_by_launcher=was_sent,
                     is_stopped=local in self._stopped,
-                    lacked_memory=None if oom_now is None or self._oom_kills is None else oom_now > self._oom_kills,
+                    lacked_memory=lacked_memory(self._oom_kills),
                 )
             )
         return found
 
-    def advice(self) -> list[str]:
+    def _advice(self) -> list[str]:
         """What ranks left to be printed after a failure."""
         found = []
         for path in self._context.error_files.values():
@@ -112,11 +118,11 @@ class RankProcesses:
         """End the ranks that still run. See [Note: The end of the other ranks]."""
         if death_sig is None and self._context._failures:
             self._await_others()
-            self._describe(self)
+            self._describe()
         close(death_sig, self._timeout_s if timeout is None else timeout)
 
     def _await_others(self) -> None:
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
             running = self._running()
             if all(self._has_word(local) or self._is_stopped(local) for local in running):
@@ -135,3 +141,7 @@ class RankProcesses:
         if self._context.subprocess_handlers[local].proc.poll() is None:
             self._sent[local].add(death_sig or signal.SIGTERM)
         send(death_sig)
+
+
+def _has_colours() -> bool:
+    return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

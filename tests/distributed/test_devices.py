@@ -30,33 +30,55 @@ class SomeRanks:
     device: torch.device
 
 
-@pytest.mark.covers("B7")
+UUIDS = ["GPU-3f1a0000-aaaa", "GPU-3f1a0000-bbbb", "GPU-77c00000-cccc"]
+
+
+@pytest.mark.covers("B7", "C1", "C3")
 @pytest.mark.parametrize(
-    ("wish", "gpus", "device"),
+    ("wish", "gpus", "indices"),
     [
-        ("auto", 0, CPU),
-        ("auto", 2, torch.device("cuda", 1)),
-        ("cpu", 0, CPU),
-        ("cpu", 2, CPU),
-        ("gpu", 2, torch.device("cuda", 1)),
+        ("auto", 0, [None, None]),
+        ("auto", 4, [0, 1, 2, 3]),
+        ("cpu", 0, [None, None]),
+        ("cpu", 2, [None, None]),
+        ("gpu", 2, [0, 1, 0, 1, 0]),  # ranks that share GPUs
+        ("cuda:2", 3, [2]),
+        ("cuda:0,2", 3, [0, 2]),
+        ("cuda:2,0", 3, [2, 0]),
+        (UUIDS[1], 3, [1]),
+        ("GPU-77C0", 3, [2]),
+        (f"{UUIDS[2]},{UUIDS[0]}", 3, [2, 0]),
     ],
 )
-def test_a_wish_and_the_gpus_there_are_give_a_device(wish: str, gpus: int, device: torch.device) -> None:
-    assert choose_device(wish, gpus, local_rank=1) == device
+def test_a_wish_and_the_gpus_there_are_give_each_local_rank_a_device(
+    wish: str, gpus: int, indices: list[int | None]
+) -> None:
+    found = [choose_device(wish, gpus, rank, lambda: UUIDS) for rank in range(len(indices))]
+    assert found == [CPU if index is None else torch.device("cuda", index) for index in indices]
 
 
-@pytest.mark.covers("B7")
-def test_a_gpu_wished_for_where_there_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'device="gpu" needs a GPU.* is 0\. Pass "auto" or "cpu"'):
-        choose_device("gpu", 0, local_rank=1)
+NO_SUCH_WORD = r'must be "auto", "cpu", "gpu", a type .* or UUIDs .*\. Got '
+NOT_THERE = rf"must name GPUs that torch can see.*cuda:1 \({UUIDS[1]}\).*"
 
 
-@pytest.mark.covers("B7")
-@pytest.mark.parametrize("wish", ["GPU", "", "cuda:", "cuda:0,", "cuda:-1", "cpu:0", "0", "tpu"])
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_another_word_is_refused_with_those_that_there_are(wish: str, gpus: int) -> None:
-    with pytest.raises(ValueError, match=rf'must be "auto", "cpu", "gpu", a type .* or UUIDs .*\. Got {wish!r}'):
-        choose_device(wish, gpus, local_rank=0)
+@pytest.mark.covers("B7", "C3")
+@pytest.mark.parametrize(
+    ("gpus", "wishes", "said"),
+    [
+        (0, ["gpu", "cuda:0", "GPU-3f1a"], r'device="{wish}" needs a GPU.* is 0\. Pass "auto" or "cpu"'),
+        *((gpus, ["GPU", "", "cuda:", "cuda:0,", "cuda:-1", "cpu:0", "0", "tpu"], NO_SUCH_WORD) for gpus in (0, 1)),
+        (3, ["cuda:1,1", f"{UUIDS[0]},{UUIDS[0]}"], "must name each GPU once"),
+        (3, ["cuda:3"], f"{NOT_THERE}3 is not among them"),
+        (3, ["cuda:0,7"], f"{NOT_THERE}7 is not among them"),
+        (3, ["GPU-99", "MIG-99"], NOT_THERE + "{wish} is not among them"),
+        (3, ["GPU-3f1a"], NOT_THERE + "{wish} names 2 of them"),
+    ],
+)
+def test_a_wish_that_cannot_be_had_is_refused_with_what_can(gpus: int, wishes: list[str], said: str) -> None:
+    for wish in wishes:
+        with pytest.raises(ValueError, match=said.replace("{wish}", wish)) as refused:
+            choose_device(wish, gpus, 0, lambda: UUIDS)
+        assert wish in str(refused.value)
 
 
 @pytest.mark.covers("B7")
@@ -66,81 +88,12 @@ def test_joining_with_a_gpu_that_is_not_there_is_refused_and_leaves_nothing() ->
         join_world(device="gpu")
 
 
-@pytest.mark.covers("C1")
-def test_each_local_rank_takes_its_own_gpu() -> None:
-    assert [choose_device("auto", 4, rank).index for rank in range(4)] == [0, 1, 2, 3]
-
-
-@pytest.mark.covers("C1")
-def test_ranks_that_share_gpus_take_them_in_turn() -> None:
-    assert [choose_device("gpu", 2, rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
-
-
-UUIDS = ["GPU-3f1a0000-aaaa", "GPU-3f1a0000-bbbb", "GPU-77c00000-cccc"]
-
-
-@pytest.mark.covers("C3")
-@pytest.mark.parametrize(
-    ("wish", "indices"),
-    [
-        ("cuda:2", [2]),
-        ("cuda:0,2", [0, 2]),
-        ("cuda:2,0", [2, 0]),
-        (UUIDS[1], [1]),
-        ("GPU-77C0", [2]),
-        (f"{UUIDS[2]},{UUIDS[0]}", [2, 0]),
-    ],
-)
-def test_some_gpus_are_chosen_by_index_or_uuid_in_their_order(wish: str, indices: list[int]) -> None:
-    ranks = range(len(indices))
-    assert [choose_device(wish, 3, rank, lambda: UUIDS).index for rank in ranks] == indices
-
-
-@pytest.mark.covers("C3")
-@pytest.mark.parametrize(
-    ("wish", "said"),
-    [
-        ("cuda:3", "3 is not among them"),
-        ("cuda:0,7", "7 is not among them"),
-        ("GPU-99", "GPU-99 is not among them"),
-        ("MIG-99", "MIG-99 is not among them"),
-        ("GPU-3f1a", "GPU-3f1a names 2 of them"),
-    ],
-)
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(wish: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f'device="{wish}" must name GPUs that torch can see') as refused:
-        choose_device(wish, 3, 0, lambda: UUIDS)
-    assert said in str(refused.value)
-    assert f"cuda:1 ({UUIDS[1]})" in str(refused.value)
-
-
-@pytest.mark.covers("C3")
-@pytest.mark.parametrize("wish", ["cuda:1,1", f"{UUIDS[0]},{UUIDS[0]}"])
-def test_a_gpu_that_is_named_twice_is_refused(wish: str) -> None:
-    with pytest.raises(ValueError, match="must name each GPU once"):
-        choose_device(wish, 3, 0, lambda: UUIDS)
-
-
-@pytest.mark.covers("C3")
-@pytest.mark.parametrize("wish", ["cuda:0", "GPU-3f1a"])
-def test_chosen_gpus_need_gpus(wish: str) -> None:
-    with pytest.raises(ValueError, match=rf'device="{wish}" needs a GPU.* is 0\.'):
-        choose_device(wish, 0, 0, list)
-
-
-@pytest.mark.covers("C1")
-def test_without_a_launcher_there_is_one_rank() -> None:
-    assert read_rank_env({"PATH": "/bin", "LOCAL_RANK": "3"}) == RankEnv(0, 1, 0, 1)
-
-
-@pytest.mark.covers("C1", "C4")  # rank 5 of two machines with four each
+@pytest.mark.covers("C1", "C4")
 def test_the_launchers_variables_give_the_place() -> None:
-    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert read_rank_env({"PATH": "/bin", "LOCAL_RANK": "3"}) == RankEnv(0, 1, 0, 1)  # no launcher
+    assert read_rank_env({"RANK": "2", "WORLD_SIZE": "3"}) == RankEnv(2, 3, 2, 3)  # all on this machine
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}  # of two machines
     assert read_rank_env(variables) == RankEnv(5, 8, 1, 4)
-
-
-def test_without_local_variables_all_ranks_are_on_this_machine() -> None:
-    assert read_rank_env({"RANK": "2", "WORLD_SIZE": "3"}) == RankEnv(2, 3, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -164,18 +117,9 @@ def test_variables_that_contradict_each_other_are_refused(variables: dict[str, s
 
 
 @pytest.mark.covers("C2")
-@pytest.mark.parametrize(("batch_size", "ranks"), [(128, 2), (64, 4)])
-def test_gpus_are_each_as_full_as_one_alone(batch_size: int, ranks: int) -> None:
-    assert scale_batch_size(batch_size, SomeRanks(ranks, torch.device("cuda", 0))) == 256
-
-
-@pytest.mark.covers("C2")
-def test_cpu_ranks_share_the_mini_batch_of_one() -> None:
+def test_gpus_are_each_as_full_as_one_alone_and_cpu_ranks_share_the_mini_batch_of_one() -> None:
+    assert [scale_batch_size(one, SomeRanks(ranks, GPU)) for one, ranks in ((128, 2), (64, 4))] == [256, 256]
     assert scale_batch_size(128, SomeRanks(4, CPU)) == 128
-
-
-@pytest.mark.covers("C2")
-def test_a_world_is_what_scale_batch_size_takes() -> None:
     with join_world(device="cpu") as world:
         assert scale_batch_size(128, world) == 128
 

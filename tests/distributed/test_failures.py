@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 import ddp_loop as dl
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.distributed import RankFailed, format_error
-from ddp_loop.distributed.failures import PeerFailureHook, RankStatus
+from ddp_loop.distributed.processes import LineHook, set_line
 from ddp_loop.distributed.torch_backend import TorchBackend
 from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
 
@@ -88,24 +88,6 @@ def test_whatever_a_rank_raises_the_others_get_with_its_traceback(
         assert "Traceback (most recent call last)" in text
         assert "in work\n" in text
         assert took_s < FAULT_S
-
-
-def peers_rank() -> int | None:
-    try:
-        with dl.join_world() as world:
-            if world.rank == 2:
-                raise ValueError
-            world.sum(torch.ones(()))
-    except dl.PeerFailed as error:
-        return error.rank
-    except ValueError:
-        return None
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.covers("D10")
-def test_the_culprit_is_a_number_too(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, peers_rank) == [2, 2, None]
 
 
 def all_fail() -> NoReturn:
@@ -230,7 +212,8 @@ def test_an_exception_in_a_worker_is_reported_without_the_workers_traceback() ->
 
 def test_a_peer_shows_the_start_and_the_end_of_a_long_text(capsys: pytest.CaptureFixture[str]) -> None:
     error = dl.PeerFailed(f"rank 1 failed: ValueError: first words {'x' * 90_000} last words\n\nTraceback", 1)
-    PeerFailureHook(sys.excepthook, 0, RankStatus("fold", 3))(dl.PeerFailed, error, None)
+    set_line(error, f"ddp_loop: rank 0 was ended in fold of step 3: {error.summary}")
+    LineHook(sys.excepthook)(dl.PeerFailed, error, None)
     said = capsys.readouterr().err
     assert said.startswith("ddp_loop: rank 0 was ended in fold of step 3: rank 1 failed: ValueError: first words x")
     assert "characters are left out" in said

@@ -104,9 +104,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-def begun(process: subprocess.Popen[str], folder: Path, mark: str = "begun") -> None:
-    """Wait until both ranks have made some steps, or got a signal."""
-    files = [folder / f"{mark}-{rank}" for rank in range(2)]
+def begun(process: subprocess.Popen[str], folder: Path, mark: str = "begun", ranks: int = 2) -> None:
+    """Wait until all ranks have made some steps, or got a signal."""
+    files = [folder / f"{mark}-{rank}" for rank in range(ranks)]
     until(lambda: all(map(Path.exists, files)) or process.poll() is not None, "the ranks have begun", RUN_S)
 
 
@@ -179,9 +179,65 @@ def test_a_second_ctrl_c_ends_at_once(start: Callable[..., subprocess.Popen[str]
         begun(process, tmp_path, mark)
         process.send_signal(signal.SIGINT)
     code, _, errors = ended(process)
-    assert code == 1
+    assert code == 130
     assert "Traceback" not in errors
-    assert errors.count("was killed by SIGKILL") == 2
+    assert errors.count("was killed by SIGKILL, which the launcher sent") == 2
+
+
+ASKED_TWICE = """
+import ctypes, os, sys, threading
+import torch
+import ddp_loop as dl
+from ddp_loop.distributed import signals
+
+def mark(name): open(name + "-" + os.environ.get("RANK", "0"), "w").close()
+
+def train():
+    signals._SAME_S = 0.0
+    with dl.join_world(device="cpu") as world:
+        batches = dl.Batches(torch.ones(4, 1), 2, world)
+        for step in dl.Loop(batches, 1, state={"model": torch.nn.Linear(1, 1)}, progress=False):
+            for _ in step:
+                mark("begun")
+                while world.stops.asked is None:
+                    threading.Event().wait(0.01)
+                mark("asked")
+                mutex = ctypes.create_string_buffer(64)
+                while "stuck" in sys.argv:  # in compiled code, which nothing interrupts
+                    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+                threading.Event().wait()
+
+if __name__ == "__main__":
+    dl.launch(train, 2) if "launch" in sys.argv else train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "line"),
+    [
+        ((), (), "ddp_loop: rank 0 was ended in forward of step 1 by a second Ctrl-C"),
+        ((), ("stuck",), "ddp_loop: rank 0 was ended in forward of step 1 by a second Ctrl-C"),
+        ((), ("launch",), "ddp_loop: all ranks were ended by a second Ctrl-C"),
+        (RUN, (), "ddp_loop: rank [01] was ended by a second Ctrl-C in forward of step 1"),
+    ],
+    ids=["alone", "stuck", "launch", "run"],
+)
+def test_a_second_ctrl_c_is_one_line_and_code_130(
+    launcher: tuple[str, ...],
+    words: tuple[str, ...],
+    line: str,
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "asked_twice.py"
+    script.write_text(ASKED_TWICE)
+    process = start(*launcher, str(script), *words)
+    for mark in ("begun", "asked"):
+        begun(process, tmp_path, mark, ranks=2 if launcher or "launch" in words else 1)
+        process.send_signal(signal.SIGINT)
+    code, out, errors = ended(process)
+    assert code == 130
+    assert re.fullmatch(f"ddp_loop: Stopping after this step .*\n{line}\n", out + errors)
 
 
 @pytest.mark.parametrize(

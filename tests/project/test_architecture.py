@@ -143,7 +143,7 @@ def test_no_class_has_more_than_15_attributes() -> None:
     # Each of these is to become smaller. Nothing is added here.
     large = {
         "checkpoint/checkpointer:Checkpointer",
-        *("data/batches:Batches", "distributed/meetings:Meetings", "distributed/watchdog:Watchdog"),
+        *("data/batches:Batches", "distributed/watchdog:Watchdog"),
         *(
             "distributed/world:World",
             "profiling/recording:StepProfile",
@@ -163,7 +163,7 @@ def test_no_constructor_has_more_than_8_arguments() -> None:
 
 def test_no_line_packs_two_assignments() -> None:
     # Functions of 60 lines, which are to become shorter. Nothing is added here.
-    packed = {"data/batches", "distributed/join", "evaluation", "tracing/trace"}
+    packed = {"data/batches", "evaluation", "tracing/trace"}
     found = {module_of(path) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if is_packed(node)}
     assert found == packed
 

@@ -94,8 +94,9 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     4: (
         Edit(
             "ddp_loop.distributed.process_group:ProcessGroups.__init__",
-            "self._connect(default, self._bound)",
-            "self._connect(default, self._bound)\n            self.connections = _new_sockets(self._before)",
+            "accelerator_of(bound).connect(default, self._timeout)",
+            "accelerator_of(bound).connect(default, self._timeout)\n"
+            "                self.connections = _new_sockets(self._before)",
         ),
     ),
     # NCCL's watchdog ends the process when the host would name the culprit.
