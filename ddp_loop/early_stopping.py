@@ -103,7 +103,7 @@ class EarlyStopping:
             state: from `state_dict` of the same model.
 
         Raises:
-            ValueError: the weights are those of another model.
+            ValueError: the weights belong to another model.
         """
         own = self._model.state_dict()
         given = state["kept"]

@@ -104,7 +104,7 @@ def evaluate(
 
     The result has the same bits on any number of ranks, for the same batch size: each mini-batch is cut into 8 shards,
     or into the S of `Batches(..., shards=S)`. Data of a rank's own can be an exception; see docs/migrate.md. A model
-    that still draws has a stream for each shard and evaluation. Its mode and all streams are restored.
+    that is random in evaluation mode gets a stream for each shard and evaluation. Its mode and all streams are restored.
 
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
@@ -113,8 +113,8 @@ def evaluate(
             on few ranks, as far as memory allows.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
             first part. It runs in the `torch.autocast` around the call, if there is one, and may enter its own.
-        metrics: metrics of torchmetrics by name, also collections of them. They get what functions get. Their states
-            are merged in the order of the shards, and the objects themselves are not changed.
+        metrics: metrics of torchmetrics by name, also collections of them. They get the arguments of functions. Their
+            states are merged in the order of the shards, and the objects themselves are not changed.
         functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
             single tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` of
             them is added up, and not divided by the number of samples.
@@ -219,9 +219,9 @@ def _total(name: str, value: Any, samples: int) -> torch.Tensor:
 def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> torch.Tensor:
     """The model's output for every sample, in the data's order, on every rank. Every rank must call this.
 
-    Row i belongs to sample i of the data, also where `batches` shuffles, and has the same bits on any number of ranks,
-    as in `evaluate`. A sum of bytes, of each rank's rows and zeros,
-    brings the rows together and leaves every bit as it is.
+    Row i belongs to sample i of the data, even if `batches` shuffles, and has the same bits on any number of ranks, as
+    in `evaluate`. A sum of bytes, of each rank's rows and zeros, brings the rows together and leaves every bit as it
+    is.
 
     Args:
         model, batches, forward: as in `evaluate`; the output has one row per sample, shape (n, ...).
@@ -287,10 +287,9 @@ def confusion_matrix(
 ) -> torch.Tensor:
     """The number of samples of each class that are predicted as each class, exact on any number of ranks.
 
-    counts[i, j] is the number of samples of class i whose largest output is that of class j; the first of equal ones
+    counts[i, j] is the number of samples of class i whose largest output is class j's; of equal outputs the first
     counts. Each sample counts once, in evaluation mode; the counts are the same on any number of ranks, as in
-    `evaluate`. `Loop.log_table` keeps the matrix with a run. Every rank must
-    call this.
+    `evaluate`. `Loop.log_table` keeps the matrix with a run. Every rank must call this.
 
     Args:
         model, batches, forward: as in `evaluate`; the output has shape (n, classes). The second part of the data are

@@ -23,9 +23,9 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
     """Set batch norm's running statistics to the plain mean over all mini-batches. Every rank must call this.
 
     running = sum_k(statistics_k) / K over the K whole mini-batches, on any number of ranks. Layers normalise by the
-    shard, as in training, so without `shards=` the statistics of deeper layers follow the ranks. This is what
-    `torch.optim.swa_utils.update_bn` computes in one process. Use it for averaged weights, which no training forward
-    has used. Momenta, modes and all other buffers stay as they are.
+    shard, as in training, so without `shards=` the statistics of deeper layers follow the ranks.
+    `torch.optim.swa_utils.update_bn` computes the same in one process. Use it for averaged weights, which no training
+    forward has used. Momenta, modes and all other buffers stay as they are.
 
     Args:
         model: the same on every rank. Its batch-norm layers that keep running statistics take part.

@@ -47,7 +47,7 @@ def accuracy_of_one_process(size: int = IMAGES) -> float:
     ("ranks", "batch_size", "shards"), [(1, 300, None), (2, 999, None), (3, 64, None), (3, 300, 7)]
 )
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_accuracy_is_that_of_one_process_to_the_bit(
+def test_the_accuracy_equals_one_process_to_the_bit(
     ranks: int, batch_size: int, shards: int | None, shuffle: bool, on_ranks: OnRanks
 ) -> None:
     expected = {"accuracy": accuracy_of_one_process(), "samples": 1000}

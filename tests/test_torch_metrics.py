@@ -120,7 +120,7 @@ def expected(samples: int = SAMPLES) -> dict[str, float]:
 @pytest.mark.covers("J7")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [SAMPLES, 7, 1])
-def test_metrics_are_those_of_one_process(ranks: int, batch_size: int, on_ranks: OnRanks) -> None:
+def test_metrics_equal_one_process(ranks: int, batch_size: int, on_ranks: OnRanks) -> None:
     whole = expected()
     for found, is_unchanged in on_ranks(ranks, evaluate, batch_size, None):
         assert found.pop("samples") == SAMPLES

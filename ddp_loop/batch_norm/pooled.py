@@ -42,7 +42,7 @@ _MOMENTUM = attrgetter("module.momentum")
 def pool_statistics(
     counts: torch.Tensor, means: torch.Tensor, variances: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of the union from those of its parts, (S, C) each to (C,) each.
+    """Pool the parts' means and biased variances, (S, C) each, into the union's, (C,) each.
 
     A part whose count is 0 adds exactly 0. See [Note: Pooled variance].
 

@@ -464,8 +464,8 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
 
     nn.BatchNorm1d, 2d and 3d, and nn.SyncBatchNorm, are replaced in their parents by layers that share their
     parameters, buffers and hooks. So an existing optimizer and the names in the state dict stay valid. A reference to
-    such a layer outside of the model still is the local one. Models that call each other are converted together,
-    `sync_batch_norm(nn.ModuleList([one, other]), world)`.
+    such a layer outside of the model still leads to the local layer. Models that call each other are converted
+    together, `sync_batch_norm(nn.ModuleList([one, other]), world)`.
 
     In training every rank calls the layers alike, with an input of no rows, (0, C, ...), where it has no samples.
 
@@ -474,7 +474,7 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
         world: from `join_world`.
 
     Returns:
-        `model`; where it is such a layer itself, the new one.
+        `model`; the new layer, if `model` is such a layer itself.
 
     Raises:
         ValueError: a lazy layer without a shape, a batch norm of another class, or other layers on other ranks.
@@ -511,13 +511,13 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
 
 
 def local_batch_norm(model: nn.Module) -> nn.Module:
-    """Turn the layers that `sync_batch_norm` made back into what they were, with the same tensors, in place.
+    """Turn the layers of `sync_batch_norm` back into the original kinds, with the same tensors, in place.
 
     Args:
         model: from `sync_batch_norm`, or any other.
 
     Returns:
-        `model`; where it is such a layer itself, the local one.
+        `model`; the local layer, if `model` is such a layer itself.
     """
     made: dict[nn.Module, nn.Module] = {}
     for layer in model.modules():

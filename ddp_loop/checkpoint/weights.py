@@ -47,13 +47,13 @@ def load(run: Source, part: str = "model", *, best: bool = False, checkpoint: st
         model.load_state_dict(dl.load("runs/digits", best=True))
 
     All bits of a checkpoint are verified. If the newest one is damaged, a warning names it, and the one before it is
-    used; with `best`, the next best. Names that `torch.compile` made longer are those of the model before it.
+    used; with `best`, the next best. Names lose the prefix that `torch.compile` adds.
 
     Args:
-        run: the folder of `Loop(run_dir=...)`, or that of one of its checkpoints.
+        run: the folder of `Loop(run_dir=...)`, or the folder of one of its checkpoints.
         part: its name in `Loop(state=...)`.
         best: take the checkpoint with the lowest score; see `Loop.save`.
-        checkpoint: take the one of this name, such as "step-00000120".
+        checkpoint: take the checkpoint of this name, such as "step-00000120".
 
     Raises:
         ValueError: no run folder, no such checkpoint or part, no score, or the checkpoint asked for is damaged.

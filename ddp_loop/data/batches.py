@@ -96,8 +96,8 @@ class Batches:
         shuffle: whether each epoch has a new order. The default is True for data with a length.
         shards: S. The default is one per rank, and 8 in `evaluate`, `predict` and `confusion_matrix`. More shards than
             ranks are gradient accumulation.
-        partition: from which samples a shard takes its own. "global": from all. "local": from its part of the data,
-            which all ranks are given alike; part s of S is split_range(n, S, s), and has an order of its own in each
+        partition: the samples from which a shard takes its own. "global": from all. "local": from its part of the data,
+            which is the same on all ranks; part s of S is split_range(n, S, s), and has an order of its own in each
             epoch. "own": from its rank's data, which differ from rank to rank, also in length. A stream has no length
             to cut, so "local" and "own" both make it each rank's own. See docs/migrate.md.
         until: whether an epoch of data in parts ends when "all" parts are done, or the "first". The weights stay exact.
@@ -113,8 +113,8 @@ class Batches:
         transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
             `draws` gives random numbers for each sample (see `Draws`). It is called once per shard and mini-batch.
         devices: where a shard's data go: one device, or a tuple or dict of devices with the structure of the data,
-            such as (None, "cpu"). None, the default, is the world's device. What stays on the CPU of a GPU's world is
-            in pinned memory, from which `.to(device, non_blocking=True)` copies while the host continues.
+            such as (None, "cpu"). None, the default, is the world's device. Data that stay on the CPU of a GPU's world
+            are in pinned memory, from which `.to(device, non_blocking=True)` copies while the host continues.
         check_data: whether the ranks compare their data once: tensors, or three samples of a data set, or the first
             sample of each mini-batch of a stream. Pass False for samples whose bits depend on the machine.
         loader: these arguments of `DataLoader`: `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
@@ -289,7 +289,7 @@ class Batches:
         }
 
     def checkpointed(self, *, skips: bool) -> dict[str, Any]:
-        """What checkpoints of a Loop hold of the data, by name; their `state_dict` is a collective.
+        """The data's parts of a Loop's checkpoints, by name; their `state_dict` is a collective.
 
         Args:
             skips: whether the loop skips steps that are not finite.
@@ -401,8 +401,8 @@ class Batches:
     def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
         """The positions in the data of samples `start` .. `start + number - 1` of an epoch; (number,) int64.
 
-        With shuffled tensors they are on the device of the data, else on the CPU. Data that each rank has of its own
-        count as one after the other.
+        With shuffled tensors they are on the device of the data, else on the CPU. Each rank's own data count one after
+        the other.
 
         Args:
             epoch: counted from 1, as `Step.epoch`.

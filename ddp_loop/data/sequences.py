@@ -480,12 +480,12 @@ class SequenceChunk:
 
     @property
     def tensors(self) -> tuple[Any, torch.Tensor]:
-        """What a trace records: the data and the lengths."""
+        """The data and the lengths, for a trace."""
         return self.data, self.lengths
 
     @property
     def hidden(self) -> Any:
-        """The hidden state that the chunks before left, without a graph: a row of zeros where a sequence begins.
+        """The hidden state after the chunks before, without a graph: a row of zeros where a sequence begins.
 
         It is None if every row begins a sequence. Assign the state after this chunk: a tensor, or tensors in tuples,
         lists and dicts, as the network returns it. It has a row for each row of the chunk, in dimension `batch_dim`.
@@ -506,7 +506,7 @@ class SequenceChunk:
         """The time steps that count, row after row: (n, T, ...) -> (samples, ...).
 
         Args:
-            tensor: the data, or what the network made of them.
+            tensor: the data, or the network's outputs for them.
 
         Raises:
             ValueError: it does not begin with the dimensions n and T.

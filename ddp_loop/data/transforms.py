@@ -22,9 +22,9 @@ from ddp_loop.determinism import DRAWS, logical_shift, preserved_streams, seed_t
 class Draws:
     """Random numbers for each sample of a shard; `Batches` passes them to a transform.
 
-    The k-th call of a method gives sample i of an epoch the same numbers, whatever the number of shards, ranks and
-    workers. Another call, sample, epoch or seed gives other numbers. The words come from splitmix64 (Steele, Lea,
-    Flood: Fast splittable pseudorandom number generators, 2014). For example::
+    The k-th call of a method gives sample i of an epoch the same numbers, for any number of shards, ranks and workers.
+    Another call, sample, epoch or seed gives other numbers. The words come from splitmix64 (Steele, Lea, Flood: Fast
+    splittable pseudorandom number generators, 2014). For example::
 
         def brighten(images, draws):  # (n, C, H, W) float32
             return images * draws.uniform(1, 1, 1, low=0.8, high=1.2)

@@ -22,7 +22,7 @@ _CHUNK = 2**20  # bytes
 
 
 def read_idx(path: str | os.PathLike[str]) -> torch.Tensor:
-    """Read the tensor in an IDX file, plain or gzipped, whatever its name.
+    """Read the tensor in an IDX file, plain or gzipped, under any name.
 
     The format, all big-endian: two zero bytes, a byte for the type (8 uint8, 9 int8, 11 int16, 12 int32, 13 float32,
     14 float64), a byte for the number of dimensions, 4 bytes for each dimension, then the values. For example::

@@ -68,9 +68,9 @@ def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
     torch uses deterministic algorithms only and fills uninitialized memory. cuDNN chooses nothing by measurement.
     CUBLAS_WORKSPACE_CONFIG is :4096:8, and NCCL has one algorithm (NCCL_ALGO=Ring, NCCL_PROTO=Simple,
     NCCL_NVLS_ENABLE=0). The generators of Python, NumPy and torch (on the CPU and every GPU) are seeded; `join_world`
-    seeds them again with its own seed. The end of the block restores all of it, also after an exception and also for
-    a block inside a block. Use the block on every rank alike, and not in one of several threads: it applies to the
-    whole process.
+    seeds them again with its own seed. The end of the block restores all settings, even after an exception and in a
+    block inside a block. Use the block on every rank alike, and not in one of several threads: it applies to the whole
+    process.
 
     Args:
         seed: of the generators, 64 bits. None neither seeds nor restores them.

@@ -57,7 +57,7 @@ def join_world(
         threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
             1, and plain Python takes all cores.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
-        exchange: how the ranks exchange what is in the host's memory. "auto": in shared memory where all ranks are on
+        exchange: how the ranks exchange values in the host's memory. "auto": in shared memory where all ranks are on
             one machine and can share it, otherwise over gloo; "memory": the former, or an error; "gloo". With fixed
             shards a step's sums have the same bits both ways. Where it is "auto", the environment variable
             DDP_LOOP_EXCHANGE replaces it.

@@ -106,7 +106,7 @@ def has_line(error: BaseException) -> bool:
 
 
 def set_line(error: BaseException, line: str) -> None:
-    """Have `LineHook` show this instead of a traceback: others show the culprit's, or the frames help nobody."""
+    """Have `LineHook` show this instead of a traceback: others show the culprit's, or the frames are of no use."""
     setattr(error, _LINE, line)
 
 

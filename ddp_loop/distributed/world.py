@@ -61,11 +61,11 @@ class World:
         rank: this process's number, 0 .. size-1.
         size: the number of ranks.
         device: the device of this rank.
-        accelerator: what that device is and can do.
+        accelerator: that device's kind and abilities.
         seed: of all random streams; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
         store: the messages between the ranks through the launcher's key-value store.
-        stops: requests to stop, and what all ranks made of them.
+        stops: requests to stop, and the ranks' common answer.
         exchange: how ranks exchange values of the CPU: "memory", "gloo", or "" in a world of one.
         why_gloo: why not in memory, in words; empty where nothing prevents it.
         ended_by: the exception by which the world is being left.
@@ -149,7 +149,7 @@ class World:
 
     @property
     def adds_in_order(self) -> bool:
-        """Whether a step's sums cost the same in any order, so that they always have that of the shards' tree."""
+        """Whether a step's sums cost the same in any order, so that they always take the order of the shards' tree."""
         return self.exchange == "memory" and self.accelerator.is_host
 
     # -- collectives ---------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ class World:
         """Start a step's own operation on tensors of a device; `finish` waits. Every rank must call this.
 
         Returns:
-            None in a world of one, and where nothing is to be waited for.
+            None in a world of one, and if there is nothing to wait for.
         """
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
         return self._collectives.start(operation, device)
 
     def finish(self, work: Work | None) -> None:
-        """Wait for what `start` began; on a GPU with NCCL only the device waits, not the host.
+        """Wait for the operation of `start`; on a GPU with NCCL only the device waits, not the host.
 
         Raises:
             PeerFailed: a rank failed, or did not come within the world's timeout.
@@ -222,7 +222,7 @@ class World:
 
         Args:
             value: None, a boolean, number, string, bytes, path, torch dtype, or a list, tuple, set or dict of these.
-                Also a dense tensor, which arrives on the CPU; `step.gather` is for those that need a gradient.
+                Also a dense tensor, which arrives on the CPU; for tensors that need a gradient, use `step.gather`.
             what: the value in words, for the error where ranks gather different things.
             in_step: allow it inside a step too.
 
@@ -242,7 +242,7 @@ class World:
         return self._collectives.numbers(number, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make `tensor` on every rank what it is on rank 0, in place, and return it. Every rank must call this.
+        """Copy rank 0's `tensor` to every rank, in place, and return it. Every rank must call this.
 
         Args:
             tensor: dense, of one shape and dtype on all ranks.
@@ -252,7 +252,7 @@ class World:
         return tensor
 
     def broadcast_all(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make these contiguous tensors on every rank what they are on rank 0. Every rank must call this."""
+        """Copy rank 0's values of these contiguous tensors to every rank. Every rank must call this."""
         self.require_collectives_allowed()
         self._collectives.broadcast(tensors, self.where)
 
@@ -331,7 +331,7 @@ class World:
     def rank_zero_first(self, timeout_s: float = 1800.0) -> Iterator[None]:
         """Run the block on rank 0 first; the others wait, then run it too. Every rank must call this.
 
-        For work that the others find done: a download, a folder. If rank 0 fails, all fail. There is one rank 0, also
+        For work that the others find done: a download, a folder. If rank 0 fails, all fail. There is one rank 0, even
         on several machines. The block makes no collective.
 
             with world.rank_zero_first():
@@ -370,7 +370,7 @@ class World:
             timeout_s: how long the others wait for rank 0, in seconds.
 
         Raises:
-            Exception: on rank 0, whatever the function raises.
+            Exception: on rank 0, the function's exception.
             PeerFailed: on the others.
         """
         result: list[Value] = []
@@ -386,7 +386,7 @@ class World:
         self._closers.append(close)
 
     def forget(self, close: Callable[[], None]) -> None:
-        """Do not call `close` when the world is left: what it would close has ended, and can be freed."""
+        """Do not call `close` when the world is left: its object has ended, and can be freed."""
         with suppress(ValueError):
             self._closers.remove(close)
 

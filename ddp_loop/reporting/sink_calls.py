@@ -16,7 +16,7 @@ Receivers = OnRow | Sequence[OnRow] | None
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a sink learns before the first row.
+    """The facts that a sink gets before the first row.
 
     Attributes:
         folder: of the run; None without one.

@@ -1,7 +1,7 @@
-"""Sinks write what a run reports elsewhere: entries of `Loop(on_row=...)`, created on every rank, called on rank 0.
+"""Sinks write a run's reports elsewhere: entries of `Loop(on_row=...)`, created on every rank, called on rank 0.
 
-A sink gets the rows, the evaluations and what `Loop.log` and its neighbours log; see `Sink`. A resumed run continues
-what the sink wrote: what came after the checkpoint is replaced.
+A sink gets the rows, the evaluations and the values of `Loop.log` and its neighbours; see `Sink`. A resumed run
+continues the sink's files: it replaces everything after the checkpoint.
 """
 
 from ddp_loop.sinks.csv_files import csv_sink, read_csv

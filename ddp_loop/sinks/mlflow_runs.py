@@ -145,8 +145,8 @@ def mlflow_sink(
 
     Args:
         experiment: of MLflow; created if it is missing.
-        run_name: by default that of the run folder.
-        tracking_uri: where MLflow keeps runs; by default what MLFLOW_TRACKING_URI says.
+        run_name: by default the run folder's.
+        tracking_uri: where MLflow keeps runs; by default MLFLOW_TRACKING_URI.
         every_s: seconds between two points of rows, at least.
 
     Raises:

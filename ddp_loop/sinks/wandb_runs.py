@@ -138,8 +138,8 @@ def wandb_sink(
 
     Args:
         project: of Weights & Biases.
-        name: of the run, by default that of the run folder.
-        mode: "offline" keeps everything in the run folder, for `wandb sync`; by default what WANDB_MODE says.
+        name: of the run, by default the run folder's.
+        mode: "offline" keeps everything in the run folder, for `wandb sync`; by default WANDB_MODE.
         every_s: seconds between two points of rows, at least.
         options: further arguments of `wandb.init`, such as `entity` and `tags`.
 

@@ -84,22 +84,22 @@ def sweep(
 
         results = dl.sweep(train, {"rate": [0.1, 0.01], "width": [32, 64]}, "runs/sweep")
 
-    Each trial is an ordinary run, with the bits of the same call alone. The same call again goes on where the sweep was
-    stopped or killed: ended trials stay, interrupted ones go on from their checkpoints. Ctrl-C stops trials with
-    checkpoints. `python -m ddp_loop sweep work FOLDER` adds the slots of a machine that sees the folder.
+    Each trial is an ordinary run, with the bits of the same call alone. Repeat the same call to resume a sweep that was
+    stopped or killed: ended trials stay, interrupted trials resume from their checkpoints. Ctrl-C stops trials with
+    checkpoints. `ddp_loop sweep work FOLDER` adds the slots of a machine that sees the folder.
 
     Args:
         train: called on each rank of a trial, with the trial's parameters and `run_dir` as keywords. It may return the
             objective, or numbers by name. New processes import it, so begin sweeps under `if __name__ == "__main__":`.
-        space: of each parameter its values, a range such as {"low": 1e-4, "high": 0.1, "log": True}, or one of Optuna's
-            distributions; or a list of points.
+        space: for each parameter its values, a range such as {"low": 1e-4, "high": 0.1, "log": True}, or one of
+            Optuna's distributions; or a list of points.
         folder: of the sweep, with the run folders below `trials`.
         keywords: further keywords of `train`.
         trials, sampler: their number, which a grid has itself; "grid", "random", "tpe", or one of Optuna's samplers or
             the name of its class, such as "CmaEsSampler".
         pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's or its
             name, such as "SuccessiveHalvingPruner".
-        objective, direction: a column of the rows, or "evaluation.NAME" of what `evaluate` returns; small or large. The
+        objective, direction: a column of the rows, or "evaluation.NAME" of the result of `evaluate`; small or large. The
             default is the evaluated loss of a trial that evaluates one, and the training loss of the others.
         report_every: the updates over which the pruner's values are means.
         ranks, time_limit_s: of each trial; its seconds.

@@ -1,29 +1,29 @@
-"""The loop and its step.
+"""The loop and its step: a shard is the unit of arithmetic, and a fold is a sum of rows.
 
-Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each; around the fold other
-modules, requests, rows, checks) -> `fold` (one reduction over the ranks) -> `control` (what the ranks decide in it) ->
-`rows` (what travels beside the gradients, and the step's result) -> `gradients` (added up over a rank's shards),
-`buckets` (where they lie and how the ranks sum them) -> `ordered_sum` (in which order) -> `buffers`,
-`batch_norm/capture`, `batch_norm/pooled` (what else is merged) -> `checks` (whether the step counts, what is looked at
-after it) -> `recorder` (rows, trace, checkpoints).
-
-A shard is the unit of arithmetic, and a fold is a sum of rows:
+A mini-batch is cut into shards, and each is trained as if it were alone. The fold sums a row of each over the ranks:
 
 - shard: a part of the mini-batch with a forward and a backward of its own; a rank has one or several
-- pass: one iteration over the shards of a step, and its fold; a step may have several
+- row: the weight, loss, metrics, statistics and buffers of one shard; a layout says which, and in which columns
 - fold: gradients and rows of all shards, summed over shards and ranks
+- pass: one iteration over the shards of a step, and its fold; a step may have several
 - bucket: the gradients of neighbouring parameters in one flat tensor, which the ranks sum at once
 - plan: which parameters are in which bucket; the gradients of others are summed apart
 - piece: a partial sum over some of a rank's shards that the rank sends as it is, for the order of a tree
-- row: the weight, loss, metrics, statistics and buffers of one shard; a layout says which, and in which columns
 - extras: the end of the last bucket, with the control word and the rows
-- word: what a rank tells all others in a fold; a flag tells before whether it must be read at once
+- word: a rank's message to all others in a fold; a flag says before whether they must read it at once
 
-What an asynchronous device changes: the word is a sum of its own, and is read late (`control`); whether values are
-finite is decided on the device, or found a step later (`checks`); buffers of the rule "same" and the state are looked
-at a step later, silent writes seldom (`buffers`); batch statistics are not refined (`batch_norm`). What any GPU
-changes: the sizes of buckets, and what becomes of spare memory (`buckets`, `gradients`). With NCCL the ranks finish a
-sum while backward goes on.
+Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each; around the fold other
+modules, requests, rows, checks) -> `fold` (one reduction over the ranks) -> `control` (the ranks' decisions in it) ->
+`rows` (the values beside the gradients, and the step's result) -> `gradients` (added up over a rank's shards),
+`buckets` (where they lie and how the ranks sum them) -> `ordered_sum` (in which order) -> `buffers`,
+`batch_norm/capture`, `batch_norm/pooled` (the other merged values) -> `checks` (whether the step counts, and checks
+after it) -> `recorder` (rows, trace, checkpoints).
+
+An asynchronous device changes four things: the word is a sum of its own, and is read late (`control`); the device
+decides whether values are finite, or the host a step later (`checks`); buffers of the rule "same" and the state are
+looked at a step later, silent writes seldom (`buffers`); batch statistics are not refined (`batch_norm`). Any GPU
+changes the sizes of buckets, and the use of spare memory (`buckets`, `gradients`). With NCCL the ranks finish a sum
+while backward continues.
 
 Beside the path: `validation` (checks of arguments), `gather` (losses of the whole mini-batch), `parameter_checks`
 (gradients of another backward, hooks, parameters outside of the state), `profiled` (a step whose phases are timed).

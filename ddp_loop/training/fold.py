@@ -100,17 +100,17 @@ class FoldPass:
 
 
 class Fold:
-    """Reduces what the shards of a step leave, over shards and ranks, in the same order on every rank.
+    """Reduces the results of a step's shards over shards and ranks, in the same order on every rank.
 
     A pass is `open`; `begin_shard`, `backward` and `end_shard` for each shard; then `close`.
 
     Args:
         modules: by name, with the job's batch-norm layers and buffers.
-        parameters: by name, those of the modules and others of the optimizers.
+        parameters: by name, of the modules and of the optimizers.
         world: from `join_world`.
         announced: the number of values that a rank announces in the control word; see `Announcement`.
-        shards: S, of each mini-batch. With one, torch's own running statistics are already those of the whole
-            mini-batch, and travel as ordinary buffers.
+        shards: S, of each mini-batch. With one, torch's own running statistics already cover the whole mini-batch, and
+            travel as ordinary buffers.
         carried: the number of shards of each rank; by default `split_sizes(S, ranks)`.
         ordered: add gradients up in an order that follows from S alone, for the same bits on any number of ranks.
         bucket_cap_mib: the size of the gradient buckets; None as in `Loop`.
@@ -119,10 +119,10 @@ class Fold:
         scalers: by which losses may be multiplied; results and rows are without their factor.
         events: called around each fold.
         former: the fold that this one replaces, released; its control word is taken over.
-        averaged: parameters that never need a gradient, those of averaged copies.
+        averaged: parameters of averaged copies, which never need a gradient.
         watch: called with each shard's number on this rank and its gradients by name.
-        reduce_dtype: in which gradients of a lower precision are added up, over shards and ranks; then they are rounded
-            to the parameters' dtype. None for the parameters' dtype.
+        reduce_dtype: the dtype in which gradients of a lower precision are added up, over shards and ranks; then they
+            are rounded to the parameters' dtype. None for the parameters' dtype.
 
     Raises:
         ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
@@ -186,7 +186,7 @@ class Fold:
         self.control: ControlWord = ControlWord(world, announced) if former is None else former.control
 
     def check_pending(self) -> None:
-        """Raise what a GPU had yet to find out about the last step's buffers; the same on every rank.
+        """Raise the error in the last step's buffers that a GPU reports late; the same on every rank.
 
         Raises:
             ValueError: shards changed a buffer of the rule "same" differently.
@@ -249,7 +249,7 @@ class Fold:
         return record
 
     def end_shard(self, record: ShardRecord) -> None:
-        """End a shard, also one that raised: take the buffers that it changed. Held outputs have their backward later.
+        """End a shard, even if it raised: take the buffers that it changed. Held outputs have their backward later.
 
         Args:
             record: of the shard.
@@ -359,7 +359,7 @@ class Fold:
             channel.send_control()
 
     def close(self, mini_batch: MiniBatch, iteration: int, problem: Exception | None = None) -> StepResult:
-        """Make `.grad`, statistics and buffers those of the whole mini-batch. Every rank must call this.
+        """Make `.grad`, statistics and buffers the whole mini-batch's. Every rank must call this.
 
         Args:
             mini_batch, iteration: of the step.
@@ -508,7 +508,7 @@ class Fold:
         return norm if norm is None or scale is None else norm / scale
 
     def leaving(self, shards: int, *, gathers: bool) -> Callable[[], None]:
-        """What of a pass has not begun, as a collective that adds a problem alone, also after `release`.
+        """The part of a pass that has not begun, as a collective that adds only a problem; even after `release`.
 
         Args:
             shards: of the mini-batch.

@@ -34,20 +34,20 @@ class Loop:
             result = step.fold()
             optimizer.step()
 
-    A script that does something after each epoch iterates over `epochs`. The model stays the user's own and is not
-    wrapped. All ranks start with rank 0's parameters and buffers. After a stop (Ctrl-C, SIGTERM, the page, `stop`) the
-    loop raises `Stopped`, which ends the script.
+    To run code after each epoch, iterate over `epochs`. The model stays yours, unwrapped. All ranks start with rank 0's
+    parameters and buffers. After a stop (Ctrl-C, SIGTERM, the page, `stop`) the loop raises `Stopped`, which ends the
+    script.
 
     Args:
         batches: the mini-batches.
         epochs, steps: the number of passes over the data; or the most updates.
         state: the parts of the job by name: modules and optimizers, whose parameters are folded, and a GradScaler.
-        run_dir: a folder for checkpoints, from the newest of which a restart resumes on any number of ranks, for
-            rows.jsonl with a line per update, and for status.json.
+        run_dir: a folder for checkpoints, for rows.jsonl with a line per update, and for status.json. A restart resumes
+            from the newest checkpoint, on any number of ranks.
         resume: whether to resume the run in the folder: None if its data, shards and seed are the same, else raise;
             True also with other shards or another seed; False to start over, which moves the old files to `before/`.
-        resume_from: another run's folder, or a checkpoint in one, with whose weights and optimizer states a new run
-            begins, at step 1; ignored where the run in `run_dir` resumes. See docs/checkpoints.md.
+        resume_from: another run's folder, or a checkpoint in it. A new run begins with its weights and optimizer
+            states, at step 1. Ignored if the run in `run_dir` resumes. See docs/checkpoints.md.
         save_every: checkpoint every N steps (default: every epoch), and always on stop and at the end.
         save_every_s: also checkpoint when this many seconds have passed since the last one.
         keep_last: the number of newest checkpoints that stay, beside the best (see `save`).
@@ -57,29 +57,30 @@ class Loop:
         progress: show progress in the terminal, from rank 0, and draw curves in the run folder at the end.
         monitor: serve a page of the run folder from another process; needs `pip install 'ddp_loop[monitor]'`.
         buffer_reduction: rules for single buffers, such as "model.0.level": "same" (all shards change it alike, the
-            default), "mean" (over the samples), "first" (that of the first shard), "min" and "max" (for observers),
-            "local" (each rank its own). See docs/buffers.md.
+            default), "mean" (over the samples), "first" (the first shard's), "min" and "max" (for observers), "local"
+            (each rank its own). See docs/buffers.md.
         bucket_cap_mib: size of the buckets in which gradients are summed, in MiB; by default 8 on the CPU, and on a
             GPU 25 after a first one of 1, as in DDP.
-        reduce_dtype: torch.float32 or torch.float64, in which gradients of a lower precision are added up over shards
-            and ranks, and rounded once; by default in their own dtype. See docs/migrate.md.
+        reduce_dtype: torch.float32 or torch.float64, the dtype in which gradients of a lower precision are added up
+            over shards and ranks, and rounded once; by default in their own dtype. See docs/migrate.md.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
         ordered: add gradients up in an order that follows from the shards alone; by default where they are fixed.
-        trace: write a digest of every tensor of every step into the run folder, for `python -m ddp_loop diff`; some
-            milliseconds a step for a small network, seconds for a large one.
+        trace: write a digest of every tensor of every step into the run folder, for `ddp_loop diff`; some milliseconds
+            a step for a small network, seconds for a large one.
         profile: measure so many steps, and print where their time goes on each rank; see docs/profile.md.
         config: the script's hyper-parameters, kept in run.json and shown in tables of runs: a dict, the namespace of
-            argparse or a dataclass instance, also nested. Without one, a resumed run keeps what it had.
+            argparse or a dataclass instance, even nested. Without it, a resumed run keeps the earlier config.
         on_nonfinite: what all ranks do where a mini-batch's loss or gradients are not finite: "raise"; "skip" the step,
-            which then changes nothing, at most 99 times in a row (with fused optimizers a GPU is not waited for); or
-            "allow" it. With a GradScaler in `state` only the loss is checked. State that became NaN raises or warns.
+            which then changes nothing, at most 99 times in a row (fused optimizers avoid a GPU sync here); or "allow"
+            it. With a GradScaler in `state` only the loss is checked. State that became NaN raises or warns.
         check_replicas_every: the steps between two comparisons of all ranks' parameters, buffers and optimizers, with
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
-        batches, world: as given, and theirs. `len(loop)` counts the whole run's steps, `len(loop.batches)` an epoch's.
-        log, log_text, log_image, log_table: log what belongs to the current step; see `RunRecorder`.
+        batches, world: as given, and their world. `len(loop)` counts the whole run's steps, `len(loop.batches)` an
+            epoch's.
+        log, log_text, log_image, log_table: log values of the current step; see `RunRecorder`.
 
     Raises:
         ValueError: neither or no sensible epochs and steps, a state without parameters, one-sample shards under
@@ -207,7 +208,7 @@ class Loop:
 
     @property
     def epochs_completed(self) -> int:
-        """The number of completed epochs, those before a resume too."""
+        """The number of completed epochs, even before a resume."""
         return self._where.epochs
 
     @property
@@ -226,15 +227,15 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Ask for a checkpoint after the current step; after an epoch, of its last step. Every rank must call this.
 
-        A run that resumes from an epoch's last step repeats what the script does after that epoch.
+        A run that resumes from an epoch's last step repeats the lines after that epoch.
 
         Args:
-            score: the lower the better, such as a validation loss; the checkpoint with the lowest one stays.
+            score: the lower the better, such as a validation loss; the checkpoint with the lowest score stays.
         """
         self._recorder.save(None if score is None else float(score))
 
     def __len__(self) -> int:
-        """The number of steps of the whole run, those before a resume too: the last step's `iteration`.
+        """The number of steps of the whole run, even before a resume: the last step's `iteration`.
 
         Raises:
             TypeError: it is unknown, as for a stream without `steps`.
@@ -259,7 +260,7 @@ class Loop:
                 score = dl.evaluate(model, test_batches, loss=losses)["loss"]
                 world.print(f"Epoch {epoch.number}: {score:.4f}")
 
-        A run that resumes from an epoch's last step gets that epoch without a step, and so repeats what follows it.
+        A run that resumes from an epoch's last step gets that epoch without a step, and so repeats the lines after it.
 
         Raises:
             RuntimeError: an epoch was not iterated to its end, or all epochs are completed.
@@ -398,7 +399,7 @@ class Loop:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume at the position of another loop over the same batches. Every rank must call this.
 
-        With the same number of shards the next steps are those that the other loop would have made, to the bit.
+        With the same number of shards the next steps are the other loop's, to the bit.
 
         Args:
             state: from `state_dict`: the updates, the completed epochs, and the mini-batches of the current one.

@@ -535,7 +535,7 @@ class StepResult:
         samples: R, of the mini-batch.
         names: of the metrics.
         values: loss and metrics, (1 + metrics,): weighted means, or sums where the shards gave sums.
-        total: the sum of the shards' weights, shape (); None where these are their samples.
+        total: the sum of the shards' weights, shape (); None if the weights are the samples.
         losses: of each shard, (S,).
         shares: each shard's part of the means, (S,).
         is_bad: whether the step is not finite and moves nothing; a tensor of shape () where only the device knows.
@@ -559,7 +559,7 @@ class StepResult:
 
     @property
     def weight(self) -> torch.Tensor:
-        """What the means are over, sum_s(w_s): by default the samples; shape ()."""
+        """The total weight of the means, sum_s(w_s): by default the number of samples; shape ()."""
         return self.values.new_full((), self.samples) if self.total is None else self.total
 
     @property

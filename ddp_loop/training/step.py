@@ -89,7 +89,7 @@ class Epoch:
     _batches: Batches
 
     def __len__(self) -> int:
-        """The number of steps of the whole epoch, those before a resume too; as `len(batches)`.
+        """The number of steps of the whole epoch, even the steps before a resume; as `len(batches)`.
 
         Raises:
             TypeError: it is unknown, as for a stream.
@@ -208,14 +208,14 @@ class Step:
     ) -> None:
         """Backpropagate the current shard's loss by its share of the mini-batch; after `gather`, the loss of all.
 
-        A mean loss gives the mini-batch's gradient sum_s(w_s g_s) / sum_s(w_s), with g_s that of shard s. Its loss is
+        A mean loss gives the mini-batch's gradient sum_s(w_s g_s) / sum_s(w_s), with shard s's gradient g_s. It is
         scaled by w_s / R before backward, R the mini-batch's samples: exactly 1 for one shard. A sum gives sum_s(g_s)
         without any division, as in torch. If each sample came twice, a mean would stay the same and a sum would double.
 
         Args:
             loss: shape (); of the current shard.
-            weight: w_s, what the mean is over: by default the shard's samples; for instance its tokens. With a sum
-                it weights the metrics alone. A shard of weight 0 adds exactly 0, whatever its loss.
+            weight: w_s, the number of terms in the mean: by default the shard's samples; for instance its tokens. With
+                a sum it weights the metrics alone. A shard of weight 0 adds exactly 0, for any loss.
             reduction: "mean", or "sum" for a loss that is a sum over the shard.
             more_losses: whether another `backward` of the same shard follows; the losses add up.
             metrics: by name, each one value, the shard's mean, or one per sample, shape (n,), which are averaged. Over
@@ -290,8 +290,8 @@ class Step:
     def gather(self) -> Any:
         """The held outputs of all shards in the mini-batch's order, on every rank. Every rank must call this.
 
-        A loss computed from them alone is the same on every rank; `backward` takes it as that of the whole mini-batch.
-        Random numbers drawn after `gather` are the same on every rank.
+        A loss computed from them alone is the same on every rank; `backward` takes it as the loss of the whole
+        mini-batch. Random numbers drawn after `gather` are the same on every rank.
 
         Returns:
             (R, ...) for each output of `hold`: a tensor, or a tuple of several.
@@ -340,10 +340,10 @@ class Step:
         fold.finish_held(value, values)
 
     def fold(self) -> StepResult:
-        """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
+        """Make `.grad`, statistics, buffers, loss and metrics the whole mini-batch's. Every rank must call this.
 
-        A `.grad` that the script keeps stays as it is, as in a plain loop. A view of it is written by the next pass and
-        must be copied:
+        A `.grad` that the script keeps stays as it is, as in a plain loop. The next pass overwrites views of it, so
+        copy them:
 
             kept = [parameter.grad.flatten().clone() for parameter in model.parameters()]
 
@@ -370,7 +370,7 @@ class Step:
         return partial(explain, taken_for_data=taken_for_data, all_read=self._is_read, skips=skips)
 
     def leave(self, why: str) -> bool:
-        """Tell the peers, before this rank's next collective, that it makes no further step; returns whether it will.
+        """Schedule a message to the other ranks that this one has left the loop; True if it will be sent.
 
         Where all ranks leave together, nothing happens; those that fold instead raise PeerFailed. The message is
         deferred, since the loop may be left by an exception, which comes first.

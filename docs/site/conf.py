@@ -58,24 +58,37 @@ GIVEN = {
 CONTENTS = """
 ```{toctree}
 :hidden:
-:caption: Guides
+:caption: First steps
 
 docs/tutorial
 docs/how_do_i
-docs/what_equals_what
-docs/when_to_use
-docs/faq
 docs/migrate
+docs/faq
+docs/when_to_use
+```
+
+```{toctree}
+:hidden:
+:caption: Guides
+
 docs/data
-docs/checkpoints
 docs/batch_norm
 docs/buffers
 docs/gradient_accumulation
-docs/compile
-docs/larger_models
+docs/checkpoints
 docs/faults
 docs/watching
 docs/logging
+docs/sweeps
+docs/what_equals_what
+docs/compile
+docs/larger_models
+```
+
+```{toctree}
+:hidden:
+:caption: Ranks and machines
+
 docs/launching
 docs/cluster
 docs/slurm
@@ -83,12 +96,8 @@ docs/kubernetes
 docs/ray
 docs/hosts
 docs/shares
-docs/sweeps
 docs/profile
 docs/scaling
-docs/comparison_of_tests
-docs/design
-docs/capabilities
 ```
 
 ```{toctree}
@@ -111,20 +120,26 @@ docs/reference/command_line
 
 ```{toctree}
 :hidden:
-:caption: Measurements
+:caption: Project
+
+docs/design
+docs/decisions
+docs/capabilities
+docs/comparison_of_tests
+docs/benchmarks/README
+CONTRIBUTING
+CHANGELOG
+```
+"""
+
+# The measurements are one entry of the contents, which unfolds.
+MEASUREMENTS = """
+```{toctree}
+:hidden:
 :glob:
 :maxdepth: 1
 
-docs/benchmarks/*
-```
-
-```{toctree}
-:hidden:
-:caption: Project
-
-CONTRIBUTING
-docs/decisions
-CHANGELOG
+*
 ```
 """
 
@@ -132,7 +147,7 @@ LONE_STAR = re.compile(r"(?<![*\w\\`])\*(?=\w[^*`]*$)")
 
 
 class CommandHelp(Directive):
-    """What each command of `python -m ddp_loop` prints with `--help`, a section for each."""
+    """What each command of `ddp_loop` prints with `--help`, a section for each."""
 
     def run(self) -> list[nodes.Node]:
         commands = re.findall(r"^    ([a-z]+)\b", help_of(), re.MULTILINE)
@@ -146,7 +161,7 @@ class CommandHelp(Directive):
 
 
 def help_of(*command: str) -> str:
-    """The text of `python -m ddp_loop COMMAND --help`."""
+    """The text of `ddp_loop COMMAND --help`."""
     os.environ["COLUMNS"] = "100"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -155,9 +170,8 @@ def help_of(*command: str) -> str:
 
 
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
-    """Give the home page, which is README.md, the table of contents."""
-    if name == root_doc:
-        source[0] += CONTENTS
+    """Give the home page, which is README.md, the table of contents, and the measurements theirs."""
+    source[0] += {root_doc: CONTENTS, "docs/benchmarks/README": MEASUREMENTS}.get(name, "")
 
 
 def is_python(text: str) -> bool:

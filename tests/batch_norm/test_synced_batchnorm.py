@@ -134,7 +134,7 @@ def assert_equal(results: list[Trained], case: Case, bound: float = BOUND) -> No
 @pytest.mark.both_exchanges
 @pytest.mark.slow
 @given(case=cases())
-def test_a_layer_is_that_of_one_process(on_ranks: OnRanks, case: Case) -> None:
+def test_a_layer_equals_one_process(on_ranks: OnRanks, case: Case) -> None:
     assert_equal(on_ranks(len(case.rows), train_on_ranks, case), case)
 
 

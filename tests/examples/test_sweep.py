@@ -25,8 +25,9 @@ PRELUDE = "import ddp_loop as dl\nfrom train import train\n\n"
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a documented command in a folder, by this interpreter."""
-    words = [sys.executable if word == "python" else word for word in shlex.split(command, comments=True)]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=RUN_S, check=False)
+    program, *arguments = shlex.split(command, comments=True)
+    start = {"python": [sys.executable], "ddp_loop": [sys.executable, "-m", "ddp_loop"]}[program]
+    return subprocess.run([*start, *arguments], cwd=folder, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
 def statuses(folder: Path) -> list[str]:
@@ -128,7 +129,7 @@ def test_every_snippet_of_the_guide_runs(tmp_path: Path) -> None:
             done = run(f"python {script.name}", tmp_path)
             assert done.returncode == 0, done.stderr
             assert re.search(r"\[('(done|pruned)'(, )?)+\]$", done.stdout.strip()), done.stdout
-        for command in re.findall(r"^python .+$", text if kind == "sh" else "", re.MULTILINE):
+        for command in re.findall(r"^(?:python|ddp_loop) .+$", text if kind == "sh" else "", re.MULTILINE):
             if "@server/" in command or "--on slurm" in command:  # their own tests have servers
                 continue
             done = run(command, tmp_path)

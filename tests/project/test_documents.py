@@ -55,9 +55,9 @@ def covered_by(source: str) -> set[str]:
 
 
 def commands_in(document: str) -> set[str]:
-    """X of every line `python -m ddp_loop X ...` in the blocks marked `sh`."""
+    """X of every line `ddp_loop X ...` or `python -m ddp_loop X ...` in the blocks marked `sh`."""
     blocks = "".join(fenced_blocks(document, "sh"))
-    return set(re.findall(r"^python -m ddp_loop ([a-z][\w-]*)", blocks, re.MULTILINE))
+    return set(re.findall(r"^(?:python -m )?ddp_loop ([a-z][\w-]*)", blocks, re.MULTILINE))
 
 
 def make_targets_in(document: str) -> set[str]:
@@ -113,6 +113,7 @@ Be sure to make haste: `make test`, or see [the design](docs/design.md#one) and 
 make RANKS=4 train
 cmake everything
 python -m ddp_loop devices --all
+ddp_loop stop runs/a
 ```
 ```python
 python -m ddp_loop neither
@@ -130,7 +131,7 @@ def test_the_state_of_each_capability_is_read() -> None:
 
 
 def test_commands_targets_tree_and_links_are_read() -> None:
-    assert commands_in(README) == {"devices"}
+    assert commands_in(README) == {"devices", "stop"}
     assert make_targets_in(README) == {"test", "train"}
     assert tree_in(README) == {"ddp_loop/": "the package; its modules", "docs/": "this; that"}
     assert links_in(README) == {"docs/design.md"}

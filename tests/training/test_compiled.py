@@ -85,7 +85,7 @@ def each_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dynamic", "compiled"), [(None, ("model", "loss")), (True, ("model",)), (False, ("loss",)), (False, ("model",))]
 )
-def test_compiled_in_any_way_they_are_those_that_were_not_up_to_rounding(
+def test_compiled_in_any_way_they_equal_eager_ones_up_to_rounding(
     dynamic: bool | None, compiled: tuple[str, ...], on_ranks: OnRanks
 ) -> None:
     expected = on_ranks(1, train, SHARDS, ())[0]

@@ -556,7 +556,7 @@ def bits(outcomes: list[Outcome]) -> str:
 @pytest.mark.quick_on_gpus
 @given(job=jobs())
 @with_jobs_of_interest
-def test_any_job_is_that_of_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
+def test_any_job_equals_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
     wanted = train_plainly(job, order_of(job))
     results = on_ranks(job.ranks, train, job)
     assert differences(job, results[0], wanted) == []

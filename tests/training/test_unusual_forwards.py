@@ -215,7 +215,7 @@ def train_plainly(name: str) -> list[Gradients]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("ranks", "shards", "halves"), [(3, None, False), (2, 5, True), (1, 3, False)])
 @pytest.mark.quick_on_gpus
-def test_gradients_are_those_of_the_plain_loop(
+def test_gradients_equal_the_plain_loops(
     name: str, ranks: int, shards: int | None, halves: bool, on_ranks: OnRanks
 ) -> None:
     wanted = train_plainly(name)
