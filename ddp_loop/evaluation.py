@@ -104,7 +104,7 @@ def evaluate(
 
     The result has the same bits on any number of ranks, for the same batch size: each mini-batch is cut into 8 shards,
     or into the S of `Batches(..., shards=S)`. Data of a rank's own can be an exception; see docs/migrate.md. A model
-    that is random in evaluation mode gets a stream for each shard and evaluation. Its mode and all streams are restored.
+    that is random in evaluation mode gets a stream per shard and evaluation. Its mode and all streams are restored.
 
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"

@@ -99,8 +99,8 @@ def sweep(
             the name of its class, such as "CmaEsSampler".
         pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's or its
             name, such as "SuccessiveHalvingPruner".
-        objective, direction: a column of the rows, or "evaluation.NAME" of the result of `evaluate`; small or large. The
-            default is the evaluated loss of a trial that evaluates one, and the training loss of the others.
+        objective, direction: a column of the rows, or "evaluation.NAME" of the result of `evaluate`; small or large.
+            The default is the evaluated loss of a trial that evaluates one, and the training loss of the others.
         report_every: the updates over which the pruner's values are means.
         ranks, time_limit_s: of each trial; its seconds.
         slots: ranks at once on this machine (default: its GPUs, or cores).
