@@ -171,7 +171,8 @@ class BatchGather:
         """
         leaves = [rows for rows in self.whole or () if rows.requires_grad]
         gradients: list[torch.Tensor | None] = []
-        if self.world.rank == 0:  # the loss's own parameters count on one rank alone; rank 0 has the first shard
+        # The loss's own parameters count on one rank alone. That of the first row has a shard; rank 0 may have none.
+        if any(held.shard.samples and held.rows.start == 0 for held in self.held):
             fold.backward_held(loss, more=True, last=False)
             gradients = [leaf.grad for leaf in leaves]
         elif leaves:

@@ -342,8 +342,10 @@ def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> torch.Tenso
         if node is None:
             continue
         if node.name() == "MulBackward0":
-            for factor in (node._saved_other, node._saved_self):  # type: ignore[attr-defined]
-                if factor is not None and factor.data_ptr() in scales:
+            for saved in (node._raw_saved_other, node._raw_saved_self):  # type: ignore[attr-defined]
+                # Not unpacked: what activation checkpointing packs would be computed again.
+                factor = None if saved is None else saved.data
+                if isinstance(factor, torch.Tensor) and factor.data_ptr() in scales:
                     return scales[factor.data_ptr()]
         nodes += [below for below, _ in node.next_functions[: _MOST_NODES - len(nodes)]]
     return None

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -300,6 +301,29 @@ def test_the_first_mistake_is_reported_late(wrong: int, few: int, said: str, on_
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def lengths_of_sums() -> list[int]:
+    """Of those in a forward of three layers, then -1, then in a backward; the first one's inputs need no gradient."""
+    with dl.join_world() as world:
+        model = synced(world, *(nn.BatchNorm1d(3) for _ in range(3)))
+        usual = world.start_sum
+        lengths = []
+
+        def noted(tensor: torch.Tensor) -> Any:
+            lengths.append(tensor.numel())
+            return usual(tensor)
+
+        world.start_sum = noted  # type: ignore[method-assign]
+        output = model(rows(2 * world.rank).detach())
+        lengths.append(-1)
+        output.sum().backward()
+        return lengths
+
+
+def test_a_forward_is_one_collective_and_so_is_a_backward_that_has_somewhere_to_go(on_ranks: OnRanks) -> None:
+    length = 2 * (3 + 2 * 3)  # of all, whatever they carry: a row for each rank
+    assert on_ranks(2, lengths_of_sums) == [[length] * 3 + [-1] + [length] * 2] * 2
 
 
 def tell_zeros() -> list[str]:

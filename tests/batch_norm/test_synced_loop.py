@@ -1,4 +1,4 @@
-"""Synced batch norm in a Loop whose ranks part; the drawn jobs of test_differential.py are of those that do not."""
+"""Synced batch norm in a Loop: one device on the whole mini-batch, whatever the ranks have of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import NoReturn
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.refusals import ALL, Refused, loop_over, samples
-from tests.support.training import train_in
+from tests.support.comparing import Tensors, distance, same_on_all
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, samples
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -26,14 +28,78 @@ def network() -> nn.Sequential:
     return nn.Sequential(first, *middle, nn.BatchNorm1d(4).eval(), nn.Linear(4, 1)).double()
 
 
+def train_plainly() -> Tensors:
+    """One device: torch's own loop on the same mini-batches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for rows in samples(SAMPLES).split(6) * 2:
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    return [one.detach().double() for one in model.state_dict().values()]
+
+
+def train(way: str, shards: int | None) -> Tensors:
+    """The same through a Loop, its layers synced."""
+    with dl.join_world() as world:
+        dtype = torch.float32 if way == "in bfloat16" else torch.float64
+        model = network().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if way != "synced after the loop was made":
+            dl.sync_batch_norm(model, world)
+        loop = loop_over(
+            world, ".", model, optimizer, run_dir=None, count=SAMPLES, epochs=2, shards=shards,
+            allow_single_sample_shards=True,
+        )  # fmt: skip
+        dl.sync_batch_norm(model, world)  # synced layers stay as they are
+        for step in loop:
+            for rows in step:
+                with torch.autocast("cpu", torch.bfloat16, enabled=way == "in bfloat16"):
+                    outputs = model(rows.to(dtype)).to(dtype)
+                targets = rows.sum(1, keepdim=True).to(dtype)
+                if way == "a loss of gathered outputs":
+                    step.hold(outputs, targets)
+                else:
+                    weight = len(rows) if way == "weights, some 0" else None
+                    step.backward(mse_loss(outputs, targets), weight=weight)
+            if way == "a loss of gathered outputs":
+                step.backward(mse_loss(*step.gather()))
+            step.fold()
+            optimizer.step()
+        return [one.detach().double() for one in dl.local_batch_norm(model).state_dict().values()]
+
+
+WAYS = {  # and the largest deviation: of a step's rounding, amplified by 6 steps
+    "means": 1e-10,
+    "weights, some 0": 1e-10,
+    "a loss of gathered outputs": 1e-10,
+    "synced after the loop was made": 1e-10,
+    "in bfloat16": 0.05,
+}
+
+
+@pytest.mark.covers("D5", "D11", "D13")
+@pytest.mark.both_exchanges
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "shards"), [(3, None), (3, 2), (2, None), (1, None)])
+@pytest.mark.quick_on_gpus
+def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch_with_the_same_bits_each_time(
+    way: str, ranks: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    found = same_on_all([*on_ranks(ranks, train, way, shards), *on_ranks(ranks, train, way, shards)])
+    assert distance(found, train_plainly()) < WAYS[way]
+
+
 def train_on_several_shards(world: dl.World, folder: str, is_late: bool) -> None:
     model = network()
     if not is_late:
         dl.sync_batch_norm(model, world)
-    train_in(
-        world, model, shards=3, run_dir=folder, before_step=lambda step: dl.sync_batch_norm(model, world),
-        allow_single_sample_shards=True,
-    )  # fmt: skip
+    loop = loop_over(world, folder, model, count=12, shards=3, allow_single_sample_shards=True)
+    dl.sync_batch_norm(model, world)  # synced layers stay as they are
+    for step in loop:
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
 
 
 @pytest.mark.parametrize("is_late", [False, True])

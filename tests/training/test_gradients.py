@@ -1,4 +1,4 @@
-"""Buckets of gradients: their sizes, and the gradients of torch's DDP, whatever these are."""
+"""Buckets of gradients: their sizes, and the gradients of torch's DDP with any of them."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def by_loop(bucket_cap_mib: float) -> Tensors:
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, SMALL_MIB])
+@pytest.mark.quick_on_gpus
 def test_gradients_equal_torchs_ddp_with_a_summing_hook(bucket_cap_mib: float, on_ranks: OnRanks) -> None:
     # Two values commute, so on 2 ranks a sum does not depend on how it is cut up.
     assert is_same(same_on_all(on_ranks(2, by_loop, bucket_cap_mib)), on_ranks(2, by_ddp)[0])
