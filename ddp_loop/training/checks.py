@@ -586,7 +586,8 @@ class NoEffectCheck(Check):
             self._counts_writes = before is not None
             self._sums = None
         elif before[1] != states:
-            self._sums = None
+            # What the next look compares with; a job that steps each time has had no look yet.
+            self._sums = self._checksums() if self._looks else None
         elif had_gradients and not self._has_moved():
             self._looks = _MOST_LOOKS
             warnings.warn(ACCUMULATION_LEFT.format(step=iteration - 1), stacklevel=2)
@@ -596,9 +597,12 @@ class NoEffectCheck(Check):
         if self._counts_writes:
             return False
         before = self._sums
-        self._sums = checksum_all([parameter.detach() for parameter in self._parameters])
+        sums = self._sums = self._checksums()
+        return before is None or not torch.equal(before, sums)
+
+    def _checksums(self) -> torch.Tensor:
         self._looks += 1
-        return before is None or not torch.equal(before, self._sums)
+        return checksum_all([parameter.detach() for parameter in self._parameters])
 
     def after(self, result: StepResult, mini_batch: MiniBatch) -> None:
         """Look at a step's sum of weights and its loss; a sum of losses need not be 0 with them."""
