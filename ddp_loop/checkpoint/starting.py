@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint.secrets import HIDDEN, hide_secrets, names_of_hidden
-
-_START = "DDP_LOOP_START"  # `run` sets it (elastic/command.py)
+from ddp_loop.elastic import START
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def start_command(environment: Mapping[str, str] = os.environ, directory: str | 
 
 def _start_command(variables: Mapping[str, str], directory: str | None) -> Start:
     with suppress(KeyError, ValueError, TypeError):
-        left = json.loads(variables[_START])
+        left = json.loads(variables[START])
         return Start(tuple(map(str, left["argv"])), str(left["directory"]))
     if "TORCHELASTIC_RUN_ID" in variables:
         if words := _typed(os.getppid()):

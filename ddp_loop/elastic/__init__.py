@@ -11,13 +11,21 @@ from ddp_loop.elastic.process_states import (
     lacked_memory,
     oom_kills,
 )
-from ddp_loop.elastic.rank import begin_at_script, is_reported, leave_advice, leave_error, show_unless_reported
+from ddp_loop.elastic.rank import (
+    START,
+    begin_at_script,
+    is_reported,
+    leave_advice,
+    leave_error,
+    show_unless_reported,
+)
 
 __all__ = [
     "GRACE_S",
     "INTERRUPTED_EXIT",
     "LOOPBACK",
     "PEER_FAILED_EXIT",
+    "START",
     "UNSAVED_EXIT",
     "add_run",
     "begin_at_script",

@@ -22,7 +22,7 @@ from types import ModuleType, TracebackType
 
 from ddp_loop.elastic.process_states import INTERRUPTED_EXIT
 
-START = "DDP_LOOP_START"  # in the ranks' environment: how the run was started (checkpoint/starting.py reads it)
+START = "DDP_LOOP_START"  # in the ranks' environment: how `run` was started
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's error
 ADVICE = ".advice"  # added to the name of that file
 _REPORTED = "_ddp_loop_is_reported"  # of an exception

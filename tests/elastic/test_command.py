@@ -13,7 +13,6 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from ddp_loop.cli import main
-from ddp_loop.elastic import rank
 from ddp_loop.elastic.agent import Agent
 from ddp_loop.elastic.command import _meet_here, _misplaced_ranks, _parse, _ranks_of
 from tests.support.documents import text_of
@@ -157,9 +156,3 @@ def test_an_agent_whose_shutdown_takes_no_timeout_ends(monkeypatch: pytest.Monke
     agent._shutdown(signal.SIGHUP)
     agent._shutdown(signal.SIGINT)
     assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
-
-
-def test_the_variable_of_the_start_has_one_name() -> None:
-    from ddp_loop.checkpoint import starting
-
-    assert rank.START == starting._START
