@@ -255,7 +255,9 @@ class Meetings:
             if not ready or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if in_vain():
-                    raise RuntimeError(why)
+                    self._drain(self.others)  # a rank that failed sent its part first, if it came so far
+                    if missing():
+                        raise RuntimeError(why)
 
     def _spin(self, key: tuple[int, int]) -> None:
         """Poll for a moment before sleeping: waking up takes longer than most waits."""

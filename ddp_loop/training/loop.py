@@ -146,7 +146,8 @@ class Loop:
             except ValueError as error:
                 problem = error
             facts = epochs, steps, *sums.values(), check_replicas_every, on_nonfinite, ordered
-            same = *facts, run_dir is None, resume, str(resume_from), save_every, trace, profile, flat
+            rules = dict(buffer_reduction or {})
+            same = *facts, run_dir is None, resume, str(resume_from), save_every, trace, profile, flat, rules
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 

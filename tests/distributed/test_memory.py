@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -189,3 +191,30 @@ def run_program(seed: int) -> str:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs_give_what_one_process_computes(seed: int, ranks: int, on_ranks: OnRanks) -> None:
     assert len(set(on_ranks(ranks, run_program, seed))) == 1
+
+
+def gather_as_a_rank_fails(pipe: str) -> list[int]:
+    """What rank 1 gathers if rank 0 fails right after it came, as rank 1 looks whether it waits in vain."""
+    with dl.join_world(exchange="memory") as world:
+        groups = world._groups
+        if world.rank == 0:
+            with open(pipe, "rb") as opened:  # until rank 1 looks
+                opened.read()
+        elif groups is not None and groups.memory is not None:
+            wait_for_rank_0 = groups.memory._peers.wait
+
+            def is_in_vain() -> bool:
+                del world._collectives.is_in_vain  # of the next waits
+                with open(pipe, "wb"):
+                    pass
+                wait_for_rank_0(60.0)
+                return True
+
+            world._collectives.is_in_vain = is_in_vain  # type: ignore[method-assign]
+        return world.gather(world.rank)
+
+
+@pytest.mark.covers("D6")
+def test_what_a_rank_sent_before_it_failed_is_read(on_ranks: OnRanks, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert on_ranks(2, gather_as_a_rank_fails, str(tmp_path / "pipe")) == [[0, 1], [0, 1]]

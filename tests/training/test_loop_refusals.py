@@ -261,6 +261,11 @@ DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
     "bucket_cap_mib": (over(), over(bucket_cap_mib=1e-4), SAME),
     "reduce_dtype": (over(), over(reduce_dtype=torch.float64), "reduce_dtype"),
     "on_nonfinite": (over(), over(on_nonfinite="allow"), SAME),
+    "buffer_reduction": (
+        with_memory(lambda: torch.ones(1), buffer_reduction={"model.memory": "mean"}),
+        with_memory(lambda: torch.ones(1), buffer_reduction={"model.memory": "local"}),
+        "buffer_reduction must be the same",
+    ),
 }
 
 
