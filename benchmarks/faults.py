@@ -33,7 +33,7 @@ STEPS = 20  # beside a save
 
 
 NOTHING = ControlDecision(
-    problem=False, new=False, ends=0, stop=False, save=False, parted=False, mixed=False, is_unusual=False
+    problem=False, new=False, ends=0, stop=False, save=False, at_different_batches=False, mixed=False, is_unusual=False
 )
 
 

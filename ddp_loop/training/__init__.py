@@ -1,16 +1,18 @@
-"""The loop and its step: a shard is the unit of arithmetic, and a fold is a sum of rows.
+"""The loop and its step: a shard is the unit of arithmetic, and a fold brings all shards together.
 
-A mini-batch is cut into shards, and each is trained as if it were alone. The fold sums a row of each over the ranks:
+A mini-batch is cut into shards, and each is trained as if it were alone. The fold sums the gradients over shards and
+ranks, brings each shard's row of other values to every rank, and merges these rows in the shards' order:
 
 - shard: a part of the mini-batch with a forward and a backward of its own; a rank has one or several
 - row: the weight, loss, metrics, statistics and buffers of one shard; a layout says which, and in which columns
-- fold: gradients and rows of all shards, summed over shards and ranks
+- fold: the sum of all shards' gradients, and the merge of their rows; the same on every rank
 - pass: one iteration over the shards of a step, and its fold; a step may have several
 - bucket: the gradients of neighbouring parameters in one flat tensor, which the ranks sum at once
 - plan: which parameters are in which bucket; the gradients of others are summed apart
 - piece: a partial sum over some of a rank's shards that the rank sends as it is, for the order of a tree
 - extras: the end of the last bucket, with the control word and the rows
-- word: a rank's message to all others in a fold; a flag says before whether they must read it at once
+- word: a rank's message to all others in a fold; on a GPU a flag, sent earlier, tells the ranks whether to read the
+  word in this fold or before the next pass
 
 Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each; around the fold other
 modules, requests, rows, checks) -> `fold` (one reduction over the ranks) -> `control` (the ranks' decisions in it) ->

@@ -2,7 +2,7 @@
 
 On the CPU it rides in the sum of the gradients, and is read with it. The extras of the last bucket are, in this order:
 
-    has a problem | has something new | its stream ends | stop | save | place | place^2 | ran | modes | modes^2 |
+    has a problem | has something new | its stream ends | stop | save | batch | batch^2 | ran | modes | modes^2 |
     announced values | for each planned parameter whether it got a gradient | the rows of all shards
 
 On a GPU the extras are the rows alone, and the word, without them, is a sum of its own.
@@ -40,7 +40,7 @@ from ddp_loop.distributed import Work, World
 from ddp_loop.training.rows import RowLayout, require_alike
 
 SendNothing = Callable[[int | None, AbstractContextManager[object]], None]  # see `Gradients.leaving`
-PROBLEM = 0  # its place in the word
+PROBLEM = 0  # its position in the word
 CONTROL_LENGTH = 10  # without announced values and parameters
 
 
@@ -75,7 +75,7 @@ class ControlDecision:
     Attributes:
         problem, new, stop, save: whether any rank says so.
         ends: the number of ranks whose stream ends.
-        parted: whether ranks are at different mini-batches: n sum(p^2) = sum(p)^2 exactly if all p are the same.
+        at_different_batches: whether ranks are; n sum(b^2) = sum(b)^2 exactly if all tags b are the same.
         mixed: whether the modules of ranks with shards were in different modes.
         is_unusual: whether there is a problem, an end, or a difference between ranks; see `act_on`.
     """
@@ -85,7 +85,7 @@ class ControlDecision:
     ends: int
     stop: bool
     save: bool
-    parted: bool
+    at_different_batches: bool
     mixed: bool
     is_unusual: bool
 
@@ -102,7 +102,7 @@ def act_on(
     """
     if decision.problem:
         world.raise_if_any_failed(problem)
-    if decision.parted:
+    if decision.at_different_batches:
         world.require_equal("epoch and position of a step's mini-batch", (mini_batch.epoch, mini_batch.position))
         check_first(mini_batch, world)
     if decision.mixed:
@@ -220,11 +220,22 @@ class ControlWord:
                 something new.
         """
         facts = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
-        place = zlib.crc32(b"%d %d %d %d" % facts) & 0xFF
+        batch_tag = zlib.crc32(b"%d %d %d %d" % facts) & 0xFF
         ends = mini_batch.ends_stream
         news = () if mini_batch.announcement is None else mini_batch.announcement.values
         ran = (0, 0, 0) if modes is None else (1, modes, modes * modes)
-        word = (has_problem, is_new, ends, request.stop, request.save, place, place * place, *ran, *news, *has_gradient)
+        word = (
+            has_problem,
+            is_new,
+            ends,
+            request.stop,
+            request.save,
+            batch_tag,
+            batch_tag**2,
+            *ran,
+            *news,
+            *has_gradient,
+        )
         if self.is_late:
             # It cannot be read late where this rank has an error, or does not know which parameters have gradients.
             self.waits = self.waits or has_problem or ends or not all(has_gradient)
@@ -268,13 +279,15 @@ class ControlWord:
                 self._world.finish(self._work)
             self._unread = None
             sums = self._unsummed or self._summed.tolist()
-        problem, new, ends, stop, save, place, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
+        problem, new, ends, stop, save, batch_tag, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
         if announcement is not None:
             announcement.learn(sums[CONTROL_LENGTH : self._gradients_at])
-        parted = self._world.size * square != place**2
+        at_different_batches = self._world.size * square != batch_tag**2
         mixed = ran * modes_square != modes**2
-        is_unusual = problem > 0 or ends > 0 or parted or mixed
-        decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted, mixed, is_unusual)
+        is_unusual = problem > 0 or ends > 0 or at_different_batches or mixed
+        decision = ControlDecision(
+            problem > 0, new > 0, int(ends), stop > 0, save > 0, at_different_batches, mixed, is_unusual
+        )
         return decision, list(map(bool, sums[self._gradients_at :]))
 
     def read_last(self) -> None:

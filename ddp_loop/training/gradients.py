@@ -317,22 +317,24 @@ class Accumulation:
             is_shown: whether the parameters' gradients are there already.
         """
         merges = self._bucket.order.merges
-        times = (merges[self._shards] if merges else 0) - is_added
+        merges_left = merges[self._shards] if merges else 0
+        if is_added:  # that was the first of them
+            merges_left -= 1
         self._shards += 1
         if flat is None and not self.partial_sums:
             flat = self._memory.first_piece
             fill_identity(flat.gradients)
         if not is_added:
             self.partial_sums.append(flat)
-        if times:
+        if merges_left:
             self._memory.spare += merge(
-                self.partial_sums, times, lambda left, right: left.gradients.add_(right.gradients)
+                self.partial_sums, merges_left, lambda left, right: left.gradients.add_(right.gradients)
             )
         self.grad_buffer = flat = self.partial_sums[-1] or self.grad_buffer
         self._version = flat.whole._version
         has_gradient = [False] * len(self.has_gradient) if self._memory.rounds else self.has_gradient
         self._expected_grads = flat.views if all(has_gradient) else _where(flat.views, has_gradient)
-        if times or not is_shown:
+        if merges_left or not is_shown:
             set_grads(self._parameters, self._expected_grads)
 
     def add_empty_shards(self) -> None:
@@ -558,7 +560,7 @@ class Gradients:
         self.current = GradientPass()
 
     def plan(self, room: int = 0, room_each: int = 0) -> None:
-        """Lay out the buckets for the parameters that want a gradient now, unless they are, with room for the extras.
+        """Make the buckets for the parameters that want a gradient now, unless they exist, and resize the extras.
 
         Args:
             room, room_each: for so many values, and so many for each planned parameter.
@@ -917,7 +919,10 @@ class Gradients:
         if unplanned is not None:
             self.current.buckets = [*self.buckets, *self.unplanned.sum(unplanned)]
         self.current.folded = list(filter(torch.Tensor.numel, map(_RESULT, self.current.buckets)))
-        return (is_new or not self.unplanned.is_chosen) and (self.unplanned.leave_out(self._forms) or is_new)
+        if not is_new and self.unplanned.is_chosen:
+            return False
+        has_left_out = self.unplanned.leave_out(self._forms)
+        return has_left_out or is_new
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the sums of all gradients by `factor`, shape ()."""

@@ -145,9 +145,8 @@ class Loop:
                     self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
-            facts = epochs, steps, *sums.values(), check_replicas_every, on_nonfinite, ordered
-            rules = dict(buffer_reduction or {})
-            same = *facts, run_dir is None, resume, str(resume_from), save_every, trace, profile, flat, rules
+            facts = epochs, steps, *sums.values(), check_replicas_every, on_nonfinite, ordered, run_dir is None, resume
+            same = *facts, str(resume_from), save_every, trace, profile, flat, dict(buffer_reduction or {})
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 

@@ -1,12 +1,12 @@
 """What travels beside the gradients in a step's sum: a row for each shard, its layout, and moments of batch norm.
 
-[Note: Slots] Each shard has one row. Its rank fills it in, and all others leave it at -0.0, so the sum over ranks
+[Note: Rows] Each shard has one row. Its rank fills it in, and all others leave it at -0.0, so the sum over ranks
 copies it exactly. Each rank merges the rows in shard order. A row is `weight, loss, metrics |
 batch-norm statistics | other buffers`. A rank knows the columns only from its own shards, and without samples it knows
 none. So the ranks exchange what they have at the first fold, and again only when the sum itself says that a rank has
 something new.
 
-[Note: Slots or moments] A column of statistics in each shard's row costs S x C values: for ResNet-50 on 1,024 shards
+[Note: Rows or moments] A column of statistics in each shard's row costs S x C values: for ResNet-50 on 1,024 shards
 327 MB a step, three times its gradients. Moments about the running means add up, so a rank sends those of its
 pieces alone, O(C) float64 values on any number of shards (`batch_norm/pooled`). Rows are exact, and quicker while they
 are few. So moments are used where rows would take more than `_FEW_BYTES` and more than a hundredth of the parameters'
@@ -280,7 +280,7 @@ class ShardRecord:
 def use_moments(
     statistics: BatchNormStatistics, shards: int, parameters: Iterable[Parameter], dtype: torch.dtype
 ) -> bool:
-    """Whether statistics travel as moments. See [Note: Slots or moments].
+    """Whether statistics travel as moments. See [Note: Rows or moments].
 
     Args:
         statistics: of the job.
@@ -320,9 +320,9 @@ class Rows:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        columns = 0 if self.as_moments else self.statistics.width(layout.calls)
-        self._widths = [2 + len(layout.metrics), columns, self.buffers.width(layout.buffers, self.dtype)]
-        self.width = sum(self._widths)
+        self._values = 2 + len(layout.metrics)  # columns: the weight, the loss and the metrics
+        self._statistics_end = self._values + (0 if self.as_moments else self.statistics.width(layout.calls))
+        self.width = self._statistics_end + self.buffers.width(layout.buffers, self.dtype)
         self.moments: MomentSums | None = None
         if self.as_moments and any(layout.calls):
             self.moments = MomentSums(self.statistics, layout.calls, self.world, self.order, self.dtype)
@@ -351,7 +351,7 @@ class Rows:
             return
         first = records[0].shard.number  # the rank's shards are neighbors
         mine = rows[first : first + len(records)]
-        values, columns, _ = self._widths
+        statistics_end = self._statistics_end
         pieces: list[torch.Tensor] = []
         for row, record in enumerate(records):
             pieces.append(record.losses[0] if len(record.losses) == 1 else _total(record.losses))
@@ -359,10 +359,10 @@ class Rows:
             if layout.weighted:  # not by `mine[row, 0] = weight`, a copy that a GPU's host waits for
                 mine[row, 0].fill_(record.shard.samples if record.weight is None else record.weight)
             if layout.buffers:
-                self.buffers.pack(record.changed_buffers, layout.buffers, mine[row, values + columns :])
-        mine[:, 1:values].copy_(torch.stack(pieces).view(len(records), -1))
-        if columns:
-            self.statistics.pack(map(_CAPTURES, records), layout.calls, mine[:, values : values + columns])
+                self.buffers.pack(record.changed_buffers, layout.buffers, mine[row, statistics_end:])
+        mine[:, 1 : self._values].copy_(torch.stack(pieces).view(len(records), -1))
+        if statistics_end > self._values:
+            self.statistics.pack(map(_CAPTURES, records), layout.calls, mine[:, self._values : statistics_end])
 
     def merge(
         self, rows: torch.Tensor, sizes: tuple[int, ...]
@@ -373,7 +373,7 @@ class Rows:
             The weights' sum, (), None where it is the samples; each shard's part of the means, (S,); its loss, (S,);
             loss and metrics of the mini-batch, (1 + metrics,). The next pass writes none of them.
         """
-        columns = rows[:, : self._widths[0]].clone()
+        columns = rows[:, : self._values].clone()
         values = columns[:, 1:]
         if self.layout.weighted:
             total = columns[:, 0].sum()
@@ -408,17 +408,17 @@ class Rows:
         if is_bad is True:
             self.buffers.restore(layout.buffers)
             return
-        unknown = None if is_bad is False else is_bad  # to the host
-        values, columns, width = self._widths
+        unknown = None if is_bad is False else is_bad  # a tensor, which only the device can read
+        statistics_end = self._statistics_end
         if self.moments is not None:
             self.moments.apply(records, unknown)
-        elif columns:
-            self.statistics.apply(rows[:, values : values + columns], layout.calls, unknown)
-        if width:
+        elif statistics_end > self._values:
+            self.statistics.apply(rows[:, self._values : statistics_end], layout.calls, unknown)
+        if self.width > statistics_end:
             full = [number for number, size in enumerate(sizes) if size]
             # By samples also where losses have weights of their own: forward saw them all.
             fraction = _sample_fractions(sizes, torch.float64, rows.device)
-            self.buffers.apply(rows[:, values + columns :], layout.buffers, fraction, full, unknown)
+            self.buffers.apply(rows[:, statistics_end:], layout.buffers, fraction, full, unknown)
 
 
 def _total(losses: list[torch.Tensor]) -> torch.Tensor:

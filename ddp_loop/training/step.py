@@ -399,7 +399,9 @@ class Step:
         self._left_pass(None)()
 
     def _left_pass(self, why: Exception | None) -> Callable[[], None]:
-        """A pass without shards as a collective, in which ranks that leave tell it; it does not keep the step alive.
+        """Join the other ranks' collectives of a pass without shards, and report that this rank leaves.
+
+        The returned function holds no reference to the step.
 
         Raises:
             CallMismatch: all leave, and ran synced layers in different orders before.
