@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,18 +112,22 @@ def _forward_shards(
     found = {}
     mini_batch = loaded.mini_batch
     statistics.open()
-    for number, shard in enumerate(mini_batch.shards):
-        data = loaded.data(number)
-        seed_shard(world.seed, mini_batch.position + 1, shard.number, world.device, _AGAIN)
-        found[shard.number] = statistics.recording()
+
+    def captured(data: Any) -> Captures:
+        captures = statistics.recording()
         try:
             with others.untouched():
                 forward(model, data)
         finally:
             statistics.stop()
+        return captures
+
+    for number, shard in enumerate(mini_batch.shards):
+        data = loaded.data(number)
+        seed_shard(world.seed, mini_batch.position + 1, shard.number, world.device, _AGAIN)
+        found[shard.number] = captured(data)
     if sync_channels and not mini_batch.shards:
-        with others.untouched():
-            forward(model, loaded.nothing())
+        captured(loaded.nothing())  # also here layers that are not synced must not move their own statistics
     for channel in sync_channels:
         channel.send_control()
     return found

@@ -86,21 +86,22 @@ def test_running_statistics_are_those_of_torchs_update_bn_in_one_process(
                 assert torch.allclose(value, expected[name], rtol=1e-12, atol=1e-14), name
 
 
-def test_synced_layers_take_part(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(("part", "shares"), [("", None), ("module.first", (0, 1, 0))])
+def test_synced_layers_take_part(part: str, shares: tuple[int, ...] | None, on_ranks: OnRanks) -> None:
     model = averaged()
     torchs_update_bn(rows_of(20).split(6), model)
-    for found in on_ranks(3, update_synced):
+    for found in on_ranks(3, update_synced, part, shares):
         for name, value in found.items():
             if "running" in name or "tracked" in name:
                 assert torch.allclose(value, model.state_dict()[name], rtol=1e-12, atol=1e-14), name
 
 
-def update_synced() -> State:
-    """The last mini-batch has 2 rows over 3 ranks."""
+def update_synced(part: str, shares: tuple[int, ...] | None) -> State:
+    """The last mini-batch has 2 rows over 3 ranks. The layers of a part of the model are synced."""
     with dl.join_world(seed=0) as world:
         model = averaged()
-        dl.sync_batch_norm(model, world)
-        dl.update_bn(model, dl.Batches(rows_of(20), 6, world, shuffle=False))
+        dl.sync_batch_norm(model.get_submodule(part), world)
+        dl.update_bn(model, dl.Batches(rows_of(20), 6, world, shares=shares, shuffle=False))
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

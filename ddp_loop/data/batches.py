@@ -487,6 +487,7 @@ class Batches:
             yield loaded
             if own is not None and own.nothing is None and mini_batch.shards:
                 own.nothing = without_rows(loaded.data(0))
+                own.skipped = None
 
     def for_evaluation(self) -> Batches:
         """These batches with shards that do not depend on the ranks, as `evaluate` reads them; as given with `shards=`.
@@ -549,8 +550,13 @@ class Batches:
 
     def _nothing(self, mini_batch: MiniBatch) -> Any:
         """The mini-batch's first sample without its rows, which has the right parts, shapes and types."""
-        if self._own is not None and self._own.nothing is not None:
-            return self._own.nothing
+        if (own := self._own) is not None:
+            if own.skipped is not None:
+                samples, data = own.skipped
+                own.nothing = without_rows(self._changed(mini_batch, Shard(0, 0, samples), data))
+                own.skipped = None
+            if own.nothing is not None:
+                return own.nothing
         if isinstance(self._reader, StreamReader):
             raise ValueError(
                 "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "

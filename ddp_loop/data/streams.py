@@ -187,6 +187,7 @@ class OwnStreams:
 
     Attributes:
         nothing: the data of an empty shard, once a piece was read; None before.
+        skipped: the number of samples and the data of the first piece, where a run resumed after it; None without.
         unused: the samples of the last epoch that are in no mini-batch; None before its last step is folded.
     """
 
@@ -194,6 +195,7 @@ class OwnStreams:
     until: str
     world: World
     nothing: Any = None
+    skipped: tuple[int, Any] | None = None
     unused: Unused | None = None
 
     def epoch(
@@ -221,9 +223,7 @@ class OwnStreams:
     ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
         world = self.world
         ends = any if self.until == "first" else all
-        found = next(pieces)
-        for _ in range(start):
-            found = next(pieces, found)
+        found = self._after(pieces, start)
         sizes = world.gather(found[0].sizes[:AHEAD], "the sizes of the ranks' own streams")
         known = dict(enumerate(zip(*sizes, strict=True), start))  # the sizes of the shards, by position
         self.unused = None
@@ -255,6 +255,16 @@ class OwnStreams:
             yield MiniBatch(*place, shards, is_last=is_last, announcement=news), data
             if not is_last:
                 found = next(pieces, found)
+
+    def _after(self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], start: int) -> tuple[OwnPiece, Iterator[Any]]:
+        """The piece at position `start`, or the last one, which is empty, of a stream that ended before."""
+        found = next(pieces)
+        for position in range(start):
+            piece, data = found
+            if position == 0 and piece.sizes[0]:
+                self.skipped = piece.sizes[0], next(data)
+            found = next(pieces, found)
+        return found
 
     def _news(self, piece: OwnPiece, is_last: bool, learn: Callable[[Sequence[float]], None]) -> Announcement:
         """What this rank announces in the step with a piece."""

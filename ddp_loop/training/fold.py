@@ -310,16 +310,20 @@ class Fold:
         self._statistics.discard()
         self.gradients.backward_empty(loss, more=more)
         record.done = not more
+        self._statistics.go_on(record.captures)
 
-    def backward_held(self, loss: torch.Tensor, *, last: bool, more: bool = False) -> None:
-        """Backpropagate into a shard's held outputs."""
+    def backward_held(self, loss: torch.Tensor, *, last: bool, more: bool = False, is_empty: bool = False) -> None:
+        """Backpropagate into a shard's held outputs; of an empty one as in `backward_empty`."""
         self._statistics.recording()
         self._statistics.discard()
         if last and self.control.owes_flag:
             self.control.flag()
         try:
             with self._buffers.untouched():
-                self.gradients.backward(loss, 1.0, last=last, more=more)
+                if is_empty:
+                    self.gradients.backward_empty(loss, more=more)
+                else:
+                    self.gradients.backward(loss, 1.0, last=last, more=more)
         finally:
             self._statistics.stop()
 

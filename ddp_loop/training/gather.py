@@ -182,12 +182,10 @@ class BatchGather:
             pairs = zip(ends, gradients, strict=True)
             # Values of shape () whose gradients with respect to the outputs are these, to the bit.
             parts = [(end * g[held.rows].conj()).real.sum() for end, g in pairs if g is not None]
-            if not held.shard.samples:
-                for part in parts:
-                    fold.gradients.backward_empty(part, more=True)
-            elif parts:
-                fold.backward_held(reduce(torch.add, parts), last=held is self.held[-1])
-            else:
+            is_empty = not held.shard.samples
+            if parts:
+                fold.backward_held(reduce(torch.add, parts), last=held is self.held[-1], is_empty=is_empty)
+            elif not is_empty:
                 fold.gradients.finish_shard()
         self.held = []
         self.whole = None

@@ -316,9 +316,9 @@ class Step:
                 f"step.gather needs held outputs of every shard. Step {self.iteration} has none of {without} of its "
                 f"{len(mini_batch.sizes)} shards. Call step.hold for each, and step.backward only after step.gather."
             )
-        job.gathering.is_used = True
         if not self.is_open:
             self._begin()
+        job.gathering.is_used = True  # of later passes: ranks with shards opened this one before
         with job.fold.between_shards():
             world.stage = "gather"
             whole = self._gather.gather(mini_batch, problem)

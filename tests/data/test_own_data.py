@@ -117,11 +117,16 @@ def test_several_passes_over_own_streams(until: str, on_ranks: OnRanks) -> None:
     assert on_ranks(2, in_two_passes, [7, 3], until) == [expected * 2] * 2
 
 
-def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, list[Any], str]:
+def over_own_streams(
+    folder: str, until: str, stop_at: int, counts: list[int], is_synced: bool
+) -> tuple[Tensors, list[Any], str]:
     with dl.join_world(seed=4) as world:
         model = nn.Sequential(*network(), nn.Dropout(0.2))
+        if is_synced:
+            model.insert(0, nn.BatchNorm1d(4, dtype=torch.float64))
+            dl.sync_batch_norm(model, world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        batches = dl.Batches(own_stream(world, [7, 3]), 4, world, partition="local", until=until)
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
         state = {"model": model, "optimizer": optimizer}
         seen = []
         save = stop_at or None
@@ -139,13 +144,21 @@ def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, li
 
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
-@pytest.mark.parametrize(("until", "stop_at"), [("all", 2), ("all", 3), ("all", 4), ("first", 1), ("first", 2)])
+@pytest.mark.parametrize(
+    ("until", "stop_at", "counts", "is_synced"),
+    [
+        *[("all", stop_at, [7, 3], False) for stop_at in (2, 3, 4)],
+        *[("first", stop_at, [7, 3], False) for stop_at in (1, 2)],
+        ("all", 2, [8, 3], True),
+        ("all", 3, [2, 8], True),
+    ],
+)
 def test_own_streams_resume_inside_and_after_an_epoch(
-    until: str, stop_at: int, on_ranks: OnRanks, tmp_path: Path
+    until: str, stop_at: int, counts: list[int], is_synced: bool, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    expected, seen, unused = on_ranks(2, over_own_streams, "", until, 0)[0]
-    on_ranks(2, over_own_streams, str(tmp_path), until, stop_at)
-    results = on_ranks(2, over_own_streams, str(tmp_path), until, 0)
+    expected, seen, unused = on_ranks(2, over_own_streams, "", until, 0, counts, is_synced)[0]
+    on_ranks(2, over_own_streams, str(tmp_path), until, stop_at, counts, is_synced)
+    results = on_ranks(2, over_own_streams, str(tmp_path), until, 0, counts, is_synced)
     for tensors, found, left in results:
         assert is_same(tensors, expected)
         assert found == seen[stop_at:]

@@ -186,7 +186,7 @@ def jobs(draw: st.DrawFn) -> Job:
     bad = draw(st.just(-1) | st.integers(0, samples - 1))
     ranks = draw(st.integers(1, 3))
     shards = draw(st.none() | st.integers(1, ranks if is_synced else 6))
-    may_recompute = not is_synced and (network not in CHANGED_IN_FORWARD or loss == "held")
+    may_recompute = network not in CHANGED_IN_FORWARD or loss == "held"
     ways = ("no", "no", "not reentrant", "reentrant")
     shares = st.tuples(*[st.integers(0, 3)] * ranks).filter(any)
     return Job(
@@ -227,6 +227,8 @@ JOBS_OF_INTEREST = [
     Job("no batch norm", loss="held at times", passes=2, bucket_cap_mib=1e-5, batch_size=1),
     Job("a criterion with parameters", loss="held", shares=(0, 1)),
     Job("a branch with few rows", ranks=1, batch_size=1, recomputed="not reentrant", scaler="in a hook"),
+    Job("batch norm 1d", is_synced=True, recomputed="not reentrant", loss="several", shares=(0, 1)),
+    Job("batch norm 1d", is_synced=True, recomputed="not reentrant", loss="held", shares=(0, 1)),
 ]
 
 

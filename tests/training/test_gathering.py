@@ -211,8 +211,9 @@ def gather_in_every_second_step(bucket_cap_mib: float) -> Tensors:
                 for rows in step:
                     step.backward(model(rows).square().mean())
             else:
-                for rows in step:
-                    step.hold(model(rows))
+                if world.rank == 0:  # the other one need not iterate
+                    for rows in step:
+                        step.hold(model(rows))
                 step.backward(step.gather().square().mean())
             step.fold()
             optimizer.step()
