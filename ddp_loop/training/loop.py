@@ -129,8 +129,7 @@ class Loop:
         new_fold = partial(Fold, ordered=adds_in_order, buffer_reduction=buffer_reduction, **sums)
         parts = check_state(state)
         checks = StepChecks(parts, batches, buffer_reduction, on_nonfinite, check_replicas_every)
-        self._make_recorder(parts, checks, policy, folder if watched is None else None)
-        recorder = self._recorder
+        recorder = self._make_recorder(parts, checks, policy, folder if watched is None else None)
         flat: dict[str, Any] | None = None
         problem: Exception | None = None
         with self.world.in_stage("start"):
@@ -145,14 +144,15 @@ class Loop:
                     self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
-            facts = epochs, steps, *sums.values(), check_replicas_every, on_nonfinite, ordered, run_dir is None, resume
-            same = *facts, str(resume_from), save_every, trace, profile, flat, dict(buffer_reduction or {})
+            rules = dict(buffer_reduction or {})
+            facts = *sums.values(), check_replicas_every, on_nonfinite, ordered, rules, run_dir is None, resume
+            same = epochs, steps, *facts, str(resume_from), save_every, trace, profile, flat
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
     def _make_recorder(
         self, state: dict[str, object], checks: StepChecks, policy: CheckpointPolicy, folder: Path | None
-    ) -> None:
+    ) -> RunRecorder:
         """Make the recorder, which keeps the position of these checks and of the data in checkpoints."""
         self._begun: str | None = None  # where it is in its epochs, or was left
         self._is_iterated = False  # whether an iterator of it goes on
@@ -169,6 +169,7 @@ class Loop:
         self.log_text = self._recorder.log_text
         self.log_image = self._recorder.log_image
         self.log_table = self._recorder.log_table
+        return self._recorder
 
     def _begin(
         self,
