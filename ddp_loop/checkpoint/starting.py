@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -96,7 +97,10 @@ def words_to_go_on() -> str:
     with suppress(OSError):  # the folder was removed
         here = os.getcwd()
     start = start_command(directory=here)
-    status = {"start": [*start.words], "directory": start.directory}
+    words = [*start.words]
+    if len(words) > 1 and words[1] == shutil.which("ddp_loop"):
+        words = ["ddp_loop", *words[2:]]  # as it was typed
+    status = {"start": words, "directory": start.directory}
     return "\n".join(filter(None, (f"to go on: {way_on(status, here=here)}", lacks_secret(status))))
 
 

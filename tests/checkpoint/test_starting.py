@@ -96,3 +96,16 @@ def test_a_working_folder_that_is_gone_does_not_spoil_the_words_after_a_checkpoi
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert words_to_go_on().startswith("to go on: ")
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_the_command_ddp_loop_is_named_as_it_was_typed(
+    is_found: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "ddp_loop"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if is_found else tmp_path / "elsewhere"))
+    words = ["/usr/bin/python", str(program), "run", "train.py"]
+    monkeypatch.setenv("DDP_LOOP_START", json.dumps({"argv": words, "directory": os.getcwd()}))
+    expected = "ddp_loop run train.py" if is_found else " ".join(words)
+    assert words_to_go_on() == f"to go on: {expected}"
