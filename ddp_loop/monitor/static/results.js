@@ -15,7 +15,7 @@ import { Trial, columnsOf, compareValues, html } from "./trials.js";
 import { grouped, write } from "./words.js";
 
 const MOST_NOTE = 500;
-const WIDTHS = new Map([["parameter", 96], ["status", 104], ["metric", 96], ["measure", 76], ["note", 220]]);
+const WIDTHS = new Map([["parameter", 96], ["status", 128], ["metric", 96], ["measure", 76], ["note", 220]]);
 const LETTER = 9, MOST_WIDTH = 180; // pixels: of a letter of a title, of a column that grows with its title
 const NAME = 130, BESIDE = 42; // pixels: of the column of names at least, and in it beside a name
 const PICTURES_MS = 120; // after the last key of the filter
