@@ -353,7 +353,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
         "--where", action="append", default=[], metavar="CONDITION", help='show runs with "rate=0.1", "state!=failed"'
     )
     one.add_argument("--csv", type=Path, metavar="FILE", help="also write all columns and digits as CSV")
-    one.add_argument("--watch", action="store_true", help="show the table anew each second, until Ctrl-C")
+    one.add_argument("--watch", action="store_true", help="show the table again each second, until Ctrl-C")
     two = add(
         "best",
         _best,

@@ -262,7 +262,7 @@ def warm_start(
 ) -> str | None:
     """Give modules and optimizers the values of another run, unless the run in the folder resumes.
 
-    A part of `state` takes those of the part of its name. An optimizer takes its moments, and keeps the script's
+    A part of `state` takes the values of the part with its name. An optimizer takes moments, and keeps the script's
     settings, such as the learning rate. Other parts count steps, as schedules do, and start from scratch. Every rank
     must call this.
 

@@ -39,7 +39,7 @@ class Work(Protocol):
         """Wait for it."""
 
 
-Numbers = tuple[Work, Callable[[], list[tuple[int, ...]]]]  # integers under way; those of each rank, after the wait
+Numbers = tuple[Work, Callable[[], list[tuple[int, ...]]]]  # integers under way; each rank's, after the wait
 
 
 class PieceOrder(Protocol):

@@ -287,7 +287,7 @@ class RunQuery:
 
     Attributes:
         folder: to search.
-        sort: the column to sort by; None keeps the order of the paths, or that of a sweep's trials.
+        sort: the column to sort by; None keeps the order of the paths, or of a sweep's trials.
         descending: whether the largest come first.
         where: conditions that all must meet.
     """
@@ -299,7 +299,7 @@ class RunQuery:
 
 
 def records_below(folder: Path) -> list[RunRecord]:
-    """Read all runs below a folder, those of a sweep in the order of its trials.
+    """Read all runs below a folder, a sweep's runs in the order of its trials.
 
     Raises:
         ValueError: the folder does not exist.
@@ -320,7 +320,7 @@ def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None 
         query: which ones, and in which order.
         say: prints lines.
         file: for a table with all columns as CSV; None for none.
-        watch: whether to show it anew each second, until Ctrl-C.
+        watch: whether to show it again each second, until Ctrl-C.
 
     Raises:
         OSError: the file cannot be written.

@@ -142,7 +142,7 @@ def read_sweep(folder: Path) -> dict[str, Any]:
 def worker_name(folder: Path) -> Iterator[str]:
     """A name in a sweep's folder that no other process has, locked while this is open: so others see who lives.
 
-    The file goes at the end, so that only those of dead workers stay.
+    The file is removed at the end, so that only dead workers leave theirs.
     """
     (folder / WORKERS).mkdir(parents=True, exist_ok=True)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

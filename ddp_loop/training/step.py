@@ -208,9 +208,9 @@ class Step:
     ) -> None:
         """Backpropagate the current shard's loss by its share of the mini-batch; after `gather`, the loss of all.
 
-        A mean loss gives the mini-batch's gradient sum_s(w_s g_s) / sum_s(w_s), with shard s's gradient g_s. It is
-        scaled by w_s / R before backward, R the mini-batch's samples: exactly 1 for one shard. A sum gives sum_s(g_s)
-        without any division, as in torch. If each sample came twice, a mean would stay the same and a sum would double.
+        A mean loss gives the mini-batch's gradient sum_s(w_s g_s) / sum_s(w_s), with shard s's gradient g_s. Its loss
+        is scaled by w_s / R before backward, R the mini-batch's samples: exactly 1 for one shard. A sum gives
+        sum_s(g_s), as in torch. If each sample came twice, a mean would stay the same and a sum would double.
 
         Args:
             loss: shape (); of the current shard.
