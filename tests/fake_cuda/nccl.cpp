@@ -8,6 +8,7 @@
 
 #include <pybind11/chrono.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -82,8 +83,20 @@ struct DeviceWork final : c10d::Work {
 static const std::set<at::ScalarType> kTypes = {at::kChar, at::kByte,  at::kBool,   at::kInt,    at::kLong,
                                                 at::kHalf, at::kFloat, at::kDouble, at::kBFloat16};
 
+// The gloo below an aborted backend, until its sums have ended: its destructor waits for them, as NCCL's does not.
+struct Aborted {
+  c10::intrusive_ptr<c10d::Backend> gloo;
+  std::vector<c10::intrusive_ptr<c10d::Work>> under_way;
+};
+static auto& aborted = *new std::vector<Aborted>;
+
+static void drop_ended(std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  works.erase(std::remove_if(works.begin(), works.end(), [](auto& work) { return work->isCompleted(); }), works.end());
+}
+
 struct Nccl final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
+  std::vector<c10::intrusive_ptr<c10d::Work>> under_way;
   uint64_t sequence = 0;  // of the collectives so far
   bool is_patient = false;  // its timeout is longer than the host's, which gloo below has
   Nccl(c10::intrusive_ptr<c10d::Backend> below, int rank, int size)
@@ -99,7 +112,14 @@ struct Nccl final : c10d::Backend {
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence; }
-  void abort() override { add_to_log("abort"); }
+  void abort() override {
+    add_to_log("abort");
+    for (auto& each : aborted) drop_ended(each.under_way);
+    aborted.erase(std::remove_if(aborted.begin(), aborted.end(), [](auto& each) { return each.under_way.empty(); }),
+                  aborted.end());
+    if (!under_way.empty()) aborted.push_back({gloo, std::move(under_way)});
+    under_way.clear();
+  }
   void shutdown() override { add_to_log("shutdown"); }
 
   static void require(const at::Tensor& tensor, const char* what) {
@@ -135,6 +155,8 @@ struct Nccl final : c10d::Backend {
     add_to_log(line.str());
     sequence++;
     auto work = run();
+    drop_ended(under_way);
+    under_way.push_back(work);
     Event before;
     StreamId stream = stream_key(current_device(), kCommunication);
     record(before, current_stream());
