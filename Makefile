@@ -25,11 +25,11 @@ train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RA
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)
 
+test-rest test-all: JOBS := 3  # their tests wait more than those of make test
 test-rest: $(READY)  ## run what make test leaves out
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full" $(ARGS)
 
-test-all: JOBS := 3  # its tests wait more than those of make test
-test-all: $(READY)  ## run all tests, in three processes
+test-all: $(READY)  ## run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 matrix: $(READY)  ## run the quick tests on the oldest and the newest Python and torch (ARGS=); downloads some GB

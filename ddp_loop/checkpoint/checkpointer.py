@@ -492,6 +492,11 @@ class Checkpointer:
         self._spare = []
         if (problem := self.problem()) is not None:  # the loop was left before its next step
             self.say(f"No checkpoint was written. {format_error(problem)}")
+        if self.asked and status == "left" and error is None:
+            self.say(
+                f"A checkpoint of loop.save() is written as the next step begins. The loop was left in step {iteration}, "
+                "so there is none of this step. Call loop.stop() instead of break to end with a checkpoint."
+            )
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
             rank = self._world.rank

@@ -43,7 +43,9 @@ def run_cell(world: dl.World, folder: str, leave_at: int | None = None, how: str
             step.fold()
             optimizer.step()
             made.append(step.iteration)
-            if here == "break":
+            if here == "save and break":
+                loop.save()
+            if here.endswith("break"):
                 break
             if here == "an error":
                 raise Interrupted
@@ -81,6 +83,16 @@ def test_a_cell_that_is_run_again_resumes_from_the_newest_checkpoint(
         assert statuses == ["running", "running", "done", "done"]
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
     assert not is_running(tmp_path / "run")
+
+
+def test_a_save_in_the_step_in_which_the_loop_is_left_is_said_to_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for how, said in (("save and break", 1), ("break", 0)):
+        with dl.join_world(seed=1) as world:
+            run_cell(world, str(tmp_path / how), 3, how)
+        assert capsys.readouterr().out.count("The loop was left in step 3, so there is none of this step.") == said
+        assert checkpoints_of(tmp_path / how) == [1, 2]
 
 
 @pytest.mark.both_exchanges

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -152,6 +153,12 @@ class Job:
     shuffle: bool = False
     is_twice: bool = False  # whether the first layer is in the state under another name too
     is_float32: bool = False
+    stop_after: int = 0  # the step after which it is left; 0 for none
+    then_ranks: int = 0  # with which it goes on
+
+    def after(self, step: int) -> Job:
+        """The job of what follows a step."""
+        return replace(self, ranks=self.then_ranks, shares=None) if 0 < self.stop_after <= step else self
 
     def is_held(self, step: int) -> bool:
         """Whether the loss of a step needs all outputs."""
@@ -273,7 +280,7 @@ class Trained:
     def freeze(self, step: int) -> None:
         """Freeze or unfreeze the first layer, if it is time."""
         NETWORKS[self.job.network].before_step(self.model, step)
-        if step == self.job.frozen_at:
+        if 0 < self.job.frozen_at <= step:
             first = next(self.model.children())
             first.requires_grad_(False)
 
@@ -336,8 +343,8 @@ def loss_of_all(outputs: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     return loss + outputs.mean().square()
 
 
-def train(job: Job) -> list[Outcome]:
-    """By ddp_loop."""
+def train(job: Job, folder: str | None = None) -> list[Outcome]:
+    """By ddp_loop; with a run folder until it is left, or from there to the end."""
     outcomes = []
     with travelling(moments=job.moments), dl.join_world(seed=0) as world:
         trained = Trained(job)
@@ -358,11 +365,13 @@ def train(job: Job) -> list[Outcome]:
         )
         loop = dl.Loop(
             batches, 2, state=state, progress=False, on_nonfinite="skip", buffer_reduction=rules,
-            bucket_cap_mib=job.bucket_cap_mib, allow_single_sample_shards=True,
+            bucket_cap_mib=job.bucket_cap_mib, allow_single_sample_shards=True, run_dir=folder, resume=bool(folder),
         )  # fmt: skip
         if job.is_synced:
             dl.sync_batch_norm(trained.model, world)  # synced layers stay as they are
         for step in loop:
+            if 0 < job.stop_after < step.iteration:
+                break
             trained.freeze(step.iteration)
             for _ in range(job.passes):
                 for shard in step:
@@ -375,6 +384,8 @@ def train(job: Job) -> list[Outcome]:
                 values = [result.loss.item(), *(one.item() for _, one in sorted(result.metrics.items()))]
                 outcomes.append(trained.outcome(values))
             outcomes[-1].state = trained.update()
+            if step.iteration == job.stop_after:
+                loop.save()
     return outcomes
 
 
@@ -420,7 +431,7 @@ def train_plainly(job: Job, order: list[list[int]]) -> list[Outcome]:
     for number, indices in enumerate(order, 1):
         trained.freeze(number)
         inputs, labels, numbers = trained.data
-        shards = [Piece(inputs[piece], labels[piece], numbers[piece]) for piece in job.pieces(indices)]
+        shards = [Piece(inputs[piece], labels[piece], numbers[piece]) for piece in job.after(number - 1).pieces(indices)]
         assume(job.loss not in WEIGHTED or any(weight_of(job.loss, shard.numbers) for shard in shards))
         for _ in range(job.passes):
             opened = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -567,6 +578,22 @@ def test_any_job_equals_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
     results = on_ranks(job.ranks, train, job)
     assert differences(job, results[0], wanted) == []
     assert len(set(map(bits, results))) == 1
+
+
+@pytest.mark.covers("H1", "H7")
+@given(job=jobs(), stop_after=st.integers(1, 7), then_ranks=st.integers(1, 3))
+def test_any_job_that_is_left_and_resumed_on_other_ranks_equals_the_plain_loop(
+    on_ranks: OnRanks, job: Job, stop_after: int, then_ranks: int
+) -> None:
+    order = order_of(job)
+    job = replace(job, stop_after=1 + stop_after % len(order), then_ranks=then_ranks)
+    wanted = train_plainly(job, order)
+    then = replace(job.after(len(order)), stop_after=0)
+    with TemporaryDirectory() as folder:
+        found = on_ranks(job.ranks, train, job, folder)[0]
+        if job.stop_after < len(order):
+            found += on_ranks(then.ranks, train, then, folder)[0]
+    assert differences(job, found, wanted) == []
 
 
 @pytest.mark.covers("D3", "D4")
