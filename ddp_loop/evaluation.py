@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from math import nan
 from typing import Any, cast
 
 import numpy as np
@@ -14,12 +16,13 @@ from ddp_loop.accelerators import sent
 from ddp_loop.batch_norm import find_sync_channels
 from ddp_loop.data import Batches, MiniBatch, Shard
 from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
-from ddp_loop.distributed import World, require_one_model
+from ddp_loop.distributed import World, listed, require_one_model
 from ddp_loop.torch_metrics import MetricStates
 from ddp_loop.training import Sum, refuse_wrapped
 
 Forward = Callable[[nn.Module, Any], Any]
 Named = Mapping[str, Any] | None
+_SUM = "a dl.Sum"
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
@@ -116,8 +119,8 @@ def evaluate(
         metrics: metrics of torchmetrics by name, also collections of them. They get the arguments of functions. Their
             states are merged in the order of the shards, and the objects themselves are not changed.
         functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
-            single tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` of
-            them is added up, and not divided by the number of samples.
+            single tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` is
+            added up, and divided by the sum of its `over` alone.
 
     Returns:
         The means and sums by name, and the number of `samples`; the same on every rank.
@@ -134,27 +137,35 @@ def evaluate(
     world.stops.raise_if_stopped()
     _agree_on_names([*functions, *states.names], world)
     totals = dict[int, list[torch.Tensor | int]]()  # the samples and metrics of each shard, by its number in the epoch
-    kinds: set[tuple[str, bool]] = set()  # which metrics are sums
+    kinds: set[tuple[str, str]] = set()  # of the metrics
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
             output, others = (forward or forward_first)(model, data), _split(data)[1]
             place = mini_batch.position * batches.shards + shard.number
             values = {name: function(output, *others) for name, function in functions.items()}
-            kinds |= {(name, isinstance(value, Sum)) for name, value in values.items()}
-            totals[place] = [shard.samples, *(_total(name, value, shard.samples) for name, value in values.items())]
+            kinds |= {(name, _kind(value)) for name, value in values.items()}
+            totals[place] = [shard.samples, *_totals_and_divisors(values, shard.samples)]
             states.update(place, output, others)
             if world.stops.breaks_off:
                 break
     with world.in_stage("evaluate"):
         world.stops.agree()
-        sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
-        samples, *sums_of_all = _added_up(totals, 1 + len(functions), world)
+        of_all = _require_one_kind(set().union(*world.gather(kinds, "the kinds of metrics")))
+        samples, *sums = _added_up(totals, 1 + 2 * len(functions), world)
         merged = states.compute(world)
-    means = {n: total / (1 if n in sums else samples) for n, total in zip(functions, sums_of_all, strict=True)}
-    _check_names([*means, *merged])  # a metric may have several results
-    result = {**means, **merged, "samples": int(samples)}
+    found = _quotients(list(functions), of_all, sums)
+    _check_names([*found, *merged])  # a metric may have several results
+    result = {**found, **merged, "samples": int(samples)}
     world.on_evaluated(result)
     return result
+
+
+def _quotients(names: Sequence[str], kinds: Mapping[str, str], sums: Sequence[float]) -> dict[str, float]:
+    """Each metric from its total and its divisor; a plain sum is its total."""
+    return {
+        name: total if kinds.get(name) == _SUM else total / divisor if divisor else nan
+        for name, total, divisor in zip(names, sums[::2], sums[1::2], strict=True)
+    }
 
 
 def _agree_on_names(names: list[str], world: World) -> None:
@@ -189,20 +200,37 @@ def _added_up(totals: Mapping[int, Sequence[torch.Tensor | int]], width: int, wo
     return cast(list[float], world.sum(whole).sum(0).tolist())
 
 
-def _require_one_kind(kinds: Collection[tuple[str, bool]]) -> set[str]:
-    """The names of the metrics that are sums."""
-    sums, means = ({name for name, is_sum in kinds if is_sum == kind} for kind in (True, False))
-    if both := sorted(sums & means):
-        raise ValueError(
-            f"A metric is a sum of every shard or of none. {', '.join(both)} is a dl.Sum of some. Return the same from "
-            "each call."
-        )
-    return sums
+def _kind(value: object) -> str:
+    """What a metric is."""
+    if not isinstance(value, Sum):
+        return "a mean"
+    return _SUM if value.over is None else f"{_SUM} with over="
 
 
-def _total(name: str, value: Any, samples: int) -> torch.Tensor:
-    is_sum = isinstance(value, Sum)
-    value = value.value if is_sum else value
+def _require_one_kind(kinds: Collection[tuple[str, str]]) -> dict[str, str]:
+    """The kind of each metric; raises ValueError if shards returned different ones."""
+    for name, count in sorted(Counter(name for name, _ in kinds).items()):
+        if count > 1:
+            found = listed(sorted(kind for one, kind in kinds if one == name))
+            raise ValueError(
+                f"A metric must be of one kind in every shard. {name} is {found} in different shards. Return the same "
+                "from each call."
+            )
+    return dict(kinds)
+
+
+def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[torch.Tensor | int]:
+    """A shard's part of each metric's total and of its divisor; a plain sum has 0 for it."""
+    for name, value in values.items():
+        if not isinstance(value, Sum):
+            yield _total(name, value, samples, is_sum=False)
+            yield samples
+        else:
+            yield _total(name, value.value, samples, is_sum=True)
+            yield 0 if value.over is None else _total(name, value.over, samples, is_sum=True)
+
+
+def _total(name: str, value: Any, samples: int, *, is_sum: bool) -> torch.Tensor:
     if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
         raise TypeError(f"A metric must return a tensor, an array or a number. {name} gave {type(value).__name__}.")
     values = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")

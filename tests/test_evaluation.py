@@ -95,6 +95,46 @@ def test_means_of_shards_are_weighted_by_their_samples(on_ranks: OnRanks) -> Non
     assert found["array"] == pytest.approx(expected, abs=1e-6)
 
 
+def per_token(logits: torch.Tensor, labels: torch.Tensor) -> dl.Sum:
+    """Of each sample, as if it had as many tokens as its label says."""
+    return dl.Sum(labels * logits.detach().sum(1), over=labels)
+
+
+def no_token(logits: torch.Tensor, labels: torch.Tensor) -> dl.Sum:
+    return dl.Sum(1.0, over=0 * labels)
+
+
+def mean_over_tokens(data: Any, none: bool) -> dict[str, float]:
+    with dl.join_world() as world:
+        return dl.evaluate(network(), dl.Batches(data, 7, world), loss=no_token if none else per_token, hits=hits)
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("none", [False, True])
+def test_a_sum_over_another_one_is_a_mean_over_tokens(none: bool, on_ranks: OnRanks) -> None:
+    inputs, labels = images(40)
+    found, *others = on_ranks(3, mean_over_tokens, (inputs, labels), none)
+    assert all(other["hits"] == found["hits"] for other in others)
+    if none:
+        assert [math.isnan(one["loss"]) for one in (found, *others)] == [True] * 3
+        return
+    with torch.no_grad():
+        values = network().eval()(inputs).sum(1).double()
+    assert found["loss"] == pytest.approx(float((labels * values).sum() / labels.sum()), rel=1e-5)
+    assert all(other == found for other in others)
+
+
+def sum_of_some(logits: torch.Tensor, labels: torch.Tensor) -> dl.Sum:
+    return dl.Sum(labels, over=labels if labels[0] else None)
+
+
+def test_a_metric_of_two_kinds_is_refused() -> None:
+    data = torch.zeros(2, 3, 1), torch.tensor([0, 1])
+    said = "must be of one kind in every shard. bad is a dl.Sum and a dl.Sum with over= in different shards"
+    with dl.join_world() as world, pytest.raises(ValueError, match=said):
+        dl.evaluate(nn.Identity(), dl.Batches(data, 1, world, shards=1), bad=sum_of_some)
+
+
 def test_nan_is_not_hidden() -> None:
     with dl.join_world() as world:
         result = dl.evaluate(nn.Identity(), dl.Batches(torch.zeros(4), 2, world), bad=lambda x, _: x / 0)

@@ -36,11 +36,12 @@ from ddp_loop.checkpoint.starting import words_to_go_on
 from ddp_loop.checkpoint.state import JobState, Stateful, read_on_rank_zero
 from ddp_loop.checkpoint.storage import CheckpointStore
 from ddp_loop.determinism import check_count
-from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
+from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error, listed
 from ddp_loop.elastic import leave_advice
 
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
+_SHOWN = 4  # settings in a line
 _LOOK_S = 0.005
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
@@ -206,9 +207,12 @@ class Checkpointer:
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:
         """Say what changed since the last start, and record this one, on rank 0."""
         if position is not None and run.notice:
-            old = any(one.startswith(f"{name}: ") for one in run.changed for name in settings)
-            used = " The settings in the checkpoint are used. To use the new ones, assign them after the Loop is made."
-            self.say(f"{run.notice}{used if old else ''}")
+            kept = [name for name in settings if any(one.startswith(f"{name}: ") for one in run.changed)]
+            used = ""
+            if kept:
+                some = listed(kept) if len(kept) <= _SHOWN else f"{', '.join(kept[:_SHOWN])} and others"
+                used = f" The checkpoint's {some} hold. To use the script's, assign them after the Loop is made."
+            self.say(f"{run.notice}{used}")
         iteration = position["iteration"] if position else 0
         try:
             run.record_start(iteration=iteration, ranks=self._world.size, device=str(self._world.device))
@@ -483,6 +487,17 @@ class Checkpointer:
         if self._advice and not self._has_left_advice:
             error.add_note(self._advice)
 
+    def _say_what_is_missing(self, iteration: int, *, was_left: bool) -> None:
+        """Say that a save failed before the loop's next step, or was asked for in the step in which it was left."""
+        if (problem := self.problem()) is not None:
+            self.say(f"No checkpoint was written. {format_error(problem)}")
+        if self.asked and was_left:
+            self.say(
+                "A checkpoint of loop.save() is written as the next step begins. The loop was left in step "
+                f"{iteration}, so there is none of this step. Call loop.stop() instead of break to end with a "
+                "checkpoint."
+            )
+
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""
         if self._ended:
@@ -490,13 +505,7 @@ class Checkpointer:
         self._ended = True
         self.wait()
         self._spare = []
-        if (problem := self.problem()) is not None:  # the loop was left before its next step
-            self.say(f"No checkpoint was written. {format_error(problem)}")
-        if self.asked and status == "left" and error is None:
-            self.say(
-                f"A checkpoint of loop.save() is written as the next step begins. The loop was left in step {iteration}, "
-                "so there is none of this step. Call loop.stop() instead of break to end with a checkpoint."
-            )
+        self._say_what_is_missing(iteration, was_left=status == "left" and error is None)
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
             rank = self._world.rank

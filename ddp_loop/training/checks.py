@@ -69,8 +69,9 @@ _MOST_LOOKS = 8  # by checksums, then it is given up
 _VERSION = attrgetter("_version")
 ACCUMULATION_LEFT = (
     "Two steps were folded, and no parameter moved in between (after step {step}). Each fold gives the gradient of "
-    "its own mini-batch and replaces the one before, which is lost. Call optimizer.step() after each fold. To "
-    "accumulate, give Batches a larger mini-batch and more shards: Batches(data, 4 * n, world, shards=4 * world.size)."
+    "its own mini-batch and replaces the one before, which is lost. Call optimizer.step() after each fold, and no "
+    "zero_grad() between the two. To accumulate, give Batches a larger mini-batch and more shards: Batches(data, 4 * "
+    "n, world, shards=4 * world.size)."
 )
 WEIGHTLESS = (
     "All weights of a mini-batch are 0 (first in step {step}), so nothing in it counts: its loss is reported as 0, and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from ddp_loop.batch_norm import (
     other_norm_layers,
 )
 from ddp_loop.data import MiniBatch, Shard
-from ddp_loop.distributed import IDENTITY, World, each_module
+from ddp_loop.distributed import IDENTITY, World, each_module, listed
 from ddp_loop.training.buckets import Bucketing, bucket_sizes
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.checks import NonFiniteGuard
@@ -40,12 +41,26 @@ from ddp_loop.training.control import (
 )
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.ordered_sum import rank_order, tree_order
-from ddp_loop.training.rows import Modes, RowLayout, Rows, ShardRecord, StepResult, agreed, layout_of, use_moments
+from ddp_loop.training.rows import (
+    Modes,
+    RowLayout,
+    Rows,
+    ShardRecord,
+    StepResult,
+    agreed,
+    layout_of,
+    now_evaluated,
+    use_moments,
+)
 from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
 
 _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
     "step.fold()."
+)
+EVALUATED = (
+    "Steps train a model in training mode, as a rule. {names} came in evaluation mode from step {step} on, after steps "
+    "in training mode: dropout is off, and batch norm uses its running statistics. Call train() after an evaluation."
 )
 _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
@@ -154,6 +169,7 @@ class Fold:
     ) -> None:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
+        self._names = modules.keys()
         self.modules = each_module(modules)  # whose modes must be the same in all shards
         custom = custom_norms(self.modules.values())
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in custom if shards == 1)]
@@ -397,7 +413,7 @@ class Fold:
         if decision.is_unusual:
             act_on(decision, mini_batch, problem, local_layout, self._world)
         if decision.new:
-            rows = self._make_rows(agreed(self._world.gather(local_layout), rows.layout))
+            rows = self._extend(rows.layout, local_layout, iteration)
             table = rows.sum_now(self.current.records, shards)
 
         # Finish the gradients, and merge.
@@ -481,6 +497,14 @@ class Fold:
             or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(local_layout))
             or not self._buffers.changed() <= self._rows.layout.buffers
         )
+
+    def _extend(self, former: RowLayout, local_layout: RowLayout, iteration: int) -> Rows:
+        """The `Rows` with room for what is new on any rank. Every rank must call this."""
+        rows = self._make_rows(agreed(self._world.gather(local_layout), former))
+        names = now_evaluated(rows.layout, former, self._names)
+        if names and iteration > 1 and self._world.rank == 0:
+            warnings.warn(EVALUATED.format(names=listed(names), step=iteration), stacklevel=2)
+        return rows
 
     def _check(self, loss: torch.Tensor) -> torch.Tensor | bool:
         """Whether the step is not finite and moves nothing; a tensor of shape () where only the device knows."""

@@ -228,7 +228,8 @@ class Loop:
     def save(self, score: float | None = None) -> None:
         """Ask for a checkpoint after the current step; after an epoch, of its last step. Every rank must call this.
 
-        It is written as the next step begins, so not where the loop is left in this one. A run that resumes from an epoch's last step repeats the lines after that epoch.
+        It is written as the next step begins, so not where the loop is left in this one. A run that resumes from an
+        epoch's last step repeats the lines after that epoch.
 
         Args:
             score: the lower the better, such as a validation loss; the checkpoint with the lowest score stays.

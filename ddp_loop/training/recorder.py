@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +103,17 @@ def check_name(name: object, *, is_column: bool = False) -> str:
     return name
 
 
+def _without_schedule(state: Mapping[str, object]) -> str | None:
+    """The name of an optimizer that one of torch's schedulers drives, where no part of the state is or has one."""
+    parts = chain.from_iterable((part, *getattr(part, "__dict__", {}).values()) for part in state.values())
+    if any(isinstance(part, LRScheduler) for part in parts):
+        return None
+    for name, part in state.items():
+        if isinstance(part, Optimizer) and getattr(part.step, "_wrapped_by_lr_sched", False):  # set by torch
+            return name
+    return None
+
+
 class RunRecorder:
     """Writes a loop's rows, what the script logs, its trace and its checkpoints.
 
@@ -173,6 +186,11 @@ class RunRecorder:
             checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
                 "state=dict(model=model, optimizer=optimizer)."
+            )
+        if (name := _without_schedule(state)) is not None:
+            checkpointer.say(
+                f"A scheduler drives the learning rate of {name!r} and is not in state, so a resumed run begins its "
+                "schedule anew. Pass state=dict(..., schedule=schedule)."
             )
         if there is not None:
             self._saved = there["iteration"]
@@ -328,6 +346,8 @@ class RunRecorder:
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
+        # Inside of a step the ranks are at different places, so they compare it before the next collective.
+        self._world.defer(partial(self._world.require_equal, "score of loop.save", repr(score)))
         if self._holds_last_step:
             self._save_held(score)
         elif self._saved != self._where.iteration:

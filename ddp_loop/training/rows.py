@@ -21,7 +21,7 @@ among them, so ranks in different known modes are found without an exchange, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -39,7 +39,7 @@ from ddp_loop.training.buckets import FlatAllReduce, finish_all
 from ddp_loop.training.buffers import Buffers, weighted_mean
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.ordered_sum import ReductionOrder
-from ddp_loop.training.validation import RESERVED_NAMES, Sum, Value, Weight, reserved_names
+from ddp_loop.training.validation import REFUSED_NAMES, Sum, Value, Weight, reserved_names
 
 Places = tuple[str, str]  # of two shards or ranks, in words
 Modes = tuple[str, ...]  # the modules in evaluation mode, by name
@@ -126,6 +126,13 @@ def agreed(layouts: Sequence[RowLayout], former: RowLayout | None) -> RowLayout:
     )
 
 
+def now_evaluated(layout: RowLayout, former: RowLayout, names: Collection[str]) -> list[str]:
+    """Which of these modules are in evaluation mode in the newest modes, and were in training mode before."""
+    newest = set(layout.modes).difference(former.modes)
+    before = set().union(*former.modes)
+    return sorted(name for name in set().union(*newest) if name in names and name not in before) if former.modes else []
+
+
 def require_alike(layouts: Sequence[RowLayout]) -> None:
     """Raise ValueError if ranks with shards had other metrics, weights or modes, by the layouts of all ranks."""
     with_shards = [(f"rank {rank}", _ALIKE(layout)) for rank, layout in enumerate(layouts) if layout.modes]
@@ -208,6 +215,8 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
         ValueError: another shape.
     """
     what = "sum" if isinstance(value, Sum) else "mean"
+    if isinstance(value, Sum) and value.over is not None:
+        raise ValueError(f"step.backward takes no dl.Sum with over=. {name} is one. Pass its mean, and weight=.")
     number = value.value if isinstance(value, Sum) else value
     if not isinstance(number, torch.Tensor):
         if not isinstance(number, Real):
@@ -251,7 +260,7 @@ class ShardRecord:
         Raises:
             ValueError: a reserved metric name, or another weight or reduction than the shard's first loss had.
         """
-        if not RESERVED_NAMES.isdisjoint(metrics):
+        if not REFUSED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
         former = self.weight
         if self.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):

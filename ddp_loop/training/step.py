@@ -38,7 +38,7 @@ from ddp_loop.training.gather import BatchGather, GatherAgreement
 from ddp_loop.training.recorder import RunRecorder
 from ddp_loop.training.rows import ShardRecord, StepResult, as_metric
 from ddp_loop.training.validation import (
-    RESERVED_NAMES,
+    REFUSED_NAMES,
     Reduction,
     Value,
     Weight,
@@ -331,7 +331,7 @@ class Step:
                 "The loss after step.gather is that of the whole mini-batch, passed once. It takes no weight, no "
                 "reduction and no more_losses=. Put them into the loss itself."
             )
-        if not RESERVED_NAMES.isdisjoint(metrics):
+        if not REFUSED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
         fold = self._job.fold
         value = fold.unscaled(loss)

@@ -221,6 +221,18 @@ RESERVED_NAMES = frozenset(
     {"loss", "epoch", "iteration", "samples", "elapsed_s", "skipped", "unused_samples", "unused_samples_at_least"}
     | {"learning_rate", "gradient_norm", "samples_per_s", "retain_graph", "create_graph", "inputs", "gradient"}
 )
+_KEYWORDS = ("weight", "reduction", "more_losses")
+
+
+def _misspelt(word: str) -> set[str]:
+    """The word with two letters exchanged, or one left out, or an s more."""
+    exchanged = {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in range(len(word) - 1)}
+    left_out = {word[:i] + word[i + 1 :] for i in range(len(word))}
+    return (exchanged | left_out | {f"{word}s"}) - {word}
+
+
+MISSPELT = {wrong: word for word in _KEYWORDS for wrong in _misspelt(word)}
+REFUSED_NAMES = RESERVED_NAMES | MISSPELT.keys()  # of metrics
 
 
 def bad_loss(loss: object) -> ValueError:
@@ -258,7 +270,13 @@ def check_weight(weight: Weight) -> Weight:
 
 
 def reserved_names(names: Iterable[str]) -> ValueError:
-    """The error of metrics with reserved names."""
+    """The error of metrics with reserved names, or with a keyword of `backward` misspelt."""
+    for name in names:
+        if name in MISSPELT:
+            return ValueError(
+                f"step.backward takes weight, reduction and more_losses, and metrics by other names. Got {name}. Did "
+                f"you mean {MISSPELT[name]}?"
+            )
     return ValueError(
         f"Reserved metric name: {sorted(RESERVED_NAMES.intersection(names))}. Reserved are the columns of every row "
         f"and the keywords of Tensor.backward, {sorted(RESERVED_NAMES)}."
@@ -271,13 +289,17 @@ class Sum:
 
         step.backward(loss, hits=dl.Sum(logits.argmax(1) == labels))
 
-    It has no weight: a shard of weight 0 counts too.
+    It has no weight: a shard of weight 0 counts too. In `evaluate` it may be divided by another sum, such as a loss by
+    the number of tokens: `dl.Sum(loss, over=tokens)`.
 
     Args:
         value: a shard's sum, shape (), or one value per sample, shape (n,), whose sum is taken.
+        over: what it is divided by, of the same shapes: sum(value) / sum(over), over all data. For `evaluate` alone,
+            since a step's metrics have its weight.
     """
 
     value: Weight
+    over: Weight | None = None
 
 
 Value = Weight | Sum

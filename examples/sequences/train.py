@@ -56,14 +56,11 @@ def recall(model: nn.Module, batches: dl.SequenceBatches, *, forget: bool) -> fl
         logits, chunk.hidden = model(chunk.data[0], None if forget else chunk.hidden)
         return chunk.unpad(logits)
 
-    def later(_: torch.Tensor, chunk: dl.SequenceChunk) -> dl.Sum:
-        return dl.Sum(chunk.unpad(~chunk.starts[:, None].expand(chunk.data[1].shape)).double())
-
     def right(logits: torch.Tensor, chunk: dl.SequenceChunk) -> dl.Sum:
-        return dl.Sum(later(logits, chunk).value * (logits.argmax(1) == chunk.unpad(chunk.data[1])))
+        later = chunk.unpad(~chunk.starts[:, None].expand(chunk.data[1].shape)).double()
+        return dl.Sum(later * (logits.argmax(1) == chunk.unpad(chunk.data[1])), over=later)
 
-    sums = dl.evaluate(model, batches, forward=forward, later=later, right=right)
-    return sums["right"] / sums["later"]
+    return dl.evaluate(model, batches, forward=forward, right=right)["right"]
 
 
 def read_arguments() -> argparse.Namespace:

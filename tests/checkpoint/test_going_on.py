@@ -121,9 +121,9 @@ def test_a_changed_learning_rate_is_said_and_that_of_the_checkpoint_holds(
     (notice,) = notices(capsys)
     assert "optimizer.param_groups.0.lr: was 0.1, is 0.5; " in notice
     assert "schedule.step_size: was 10, is 7" in notice
-    assert notice.endswith(
-        " The settings in the checkpoint are used. To use the new ones, assign them after the Loop is made."
-    )
+    held, remedy = notice.split(" The checkpoint's ")[1].split(" hold. ")
+    assert {"optimizer.param_groups.0.lr", "schedule.step_size"} <= set(held.replace(" and", ",").split(", "))
+    assert remedy == "To use the script's, assign them after the Loop is made."
     assert rate == pytest.approx(0.01)  # 0.1, divided by 10 after 10 steps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,41 @@ def test_replicas_that_differ_at_a_checkpoint_are_named_with_its_step(
 ) -> None:
     for _, text, _ in on_ranks(2, caught, save_wrongly, str(tmp_path), fault):
         assert said in text
+
+
+def score_wrongly(folder: str, scores: tuple[float | None, float | None], inside: bool) -> None:
+    """After the second epoch, or in step 6, two ranks give these scores; one without does not call `save`."""
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
+        loop = dl.Loop(batches, 3, state={"model": model}, run_dir=folder, progress=False)
+        score = scores[world.rank]
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                if inside and step.iteration == 6 and score is not None:
+                    loop.save(score)
+                step.fold()
+            if not inside and epoch.number == 2 and score is not None:
+                loop.save(score)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ((2.0, 3.0), r"score of loop\.save must be the same on every rank\. Rank 0 has 2\.0, rank 1 has 3\.0"),
+        ((None, 3.0), r"rank 1 is at a gather of score of loop\.save|did not take part"),
+        ((2.0, None), r"rank 0 is at a gather of score of loop\.save|did not take part"),
+        ((float("nan"), float("nan")), "^$"),
+    ],
+)
+def test_a_score_must_be_given_on_every_rank_alike(
+    scores: tuple[float | None, float | None], said: str, inside: bool, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    for _, text, _ in on_ranks(2, caught, score_wrongly, str(tmp_path), scores, inside):
+        assert re.search(said, text)
 
 
 def save_what_cannot_be_stored(folder: str, held: bool) -> None:

@@ -343,6 +343,22 @@ def loss_of_all(outputs: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     return loss + outputs.mean().square()
 
 
+def make_loop(job: Job, trained: Trained, world: dl.World, folder: str | None) -> dl.Loop:
+    """Of two epochs."""
+    state: dict[str, object] = {
+        "model": trained.model, "criterion": trained.criterion, "optimizer": trained.optimizer,
+        "scaler": trained.scaler,
+    }  # fmt: skip
+    if job.is_twice:
+        state["again"] = next(trained.model.children())
+    rules = {f"model.{name}": rule for name, rule in RULES.items()} if job.network == "buffers" else None
+    batches = dl.Batches(trained.data, job.batch_size, world, shards=job.shards, shares=job.shares, shuffle=job.shuffle)
+    return dl.Loop(
+        batches, 2, state=state, progress=False, on_nonfinite="skip", buffer_reduction=rules,
+        bucket_cap_mib=job.bucket_cap_mib, allow_single_sample_shards=True, run_dir=folder, resume=bool(folder),
+    )  # fmt: skip
+
+
 def train(job: Job, folder: str | None = None) -> list[Outcome]:
     """By ddp_loop; with a run folder until it is left, or from there to the end."""
     outcomes = []
@@ -353,20 +369,7 @@ def train(job: Job, folder: str | None = None) -> list[Outcome]:
                 parameter.add_(world.rank)  # all begin with those of rank 0
         if job.is_synced and not job.is_synced_late:
             dl.sync_batch_norm(trained.model, world)
-        state: dict[str, object] = {
-            "model": trained.model, "criterion": trained.criterion, "optimizer": trained.optimizer,
-            "scaler": trained.scaler,
-        }  # fmt: skip
-        if job.is_twice:
-            state["again"] = next(trained.model.children())
-        rules = {f"model.{name}": rule for name, rule in RULES.items()} if job.network == "buffers" else None
-        batches = dl.Batches(
-            trained.data, job.batch_size, world, shards=job.shards, shares=job.shares, shuffle=job.shuffle
-        )
-        loop = dl.Loop(
-            batches, 2, state=state, progress=False, on_nonfinite="skip", buffer_reduction=rules,
-            bucket_cap_mib=job.bucket_cap_mib, allow_single_sample_shards=True, run_dir=folder, resume=bool(folder),
-        )  # fmt: skip
+        loop = make_loop(job, trained, world, folder)
         if job.is_synced:
             dl.sync_batch_norm(trained.model, world)  # synced layers stay as they are
         for step in loop:
@@ -431,7 +434,9 @@ def train_plainly(job: Job, order: list[list[int]]) -> list[Outcome]:
     for number, indices in enumerate(order, 1):
         trained.freeze(number)
         inputs, labels, numbers = trained.data
-        shards = [Piece(inputs[piece], labels[piece], numbers[piece]) for piece in job.after(number - 1).pieces(indices)]
+        shards = [
+            Piece(inputs[piece], labels[piece], numbers[piece]) for piece in job.after(number - 1).pieces(indices)
+        ]
         assume(job.loss not in WEIGHTED or any(weight_of(job.loss, shard.numbers) for shard in shards))
         for _ in range(job.passes):
             opened = {name: buffer.clone() for name, buffer in buffers.items()}

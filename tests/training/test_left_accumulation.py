@@ -58,7 +58,7 @@ def warned(move: str, every: int = 1, first: int = 1, passes: int = 1, spoils: b
 def test_it_is_said_once_from_rank_0(move: str, every: int, first: int, on_ranks: OnRanks) -> None:
     said, nothing = on_ranks(2, warned, move, every, first)
     assert len(said) == 1
-    assert "lost. Call optimizer.step() after each fold." in said[0]
+    assert "lost. Call optimizer.step() after each fold, and no zero_grad() between the two." in said[0]
     assert nothing == []
 
 

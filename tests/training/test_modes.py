@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -51,6 +52,30 @@ def test_modes_that_all_ranks_change_alike_cost_one_agreement(
     results = on_ranks(ranks, alternate, how, shards, count)
     same_on_all([gradients for gradients, _ in results])
     assert [layouts for _, layouts in results] == [2] * ranks  # one for each mode, in two or in 48 passes
+
+
+def left_in_evaluation(at: int, whole: bool) -> list[str]:
+    """What is said where the model, or a layer of it, is in evaluation mode from a step on."""
+    with dl.join_world(seed=0) as world, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = network(nn.Dropout(0.2))
+        for step in loop_over(world, "", model, run_dir=None, epochs=2):
+            if step.iteration == at:
+                (model if whole else model[1]).eval()
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+        return [str(one.message) for one in caught if "evaluation mode" in str(one.message)]
+
+
+@pytest.mark.parametrize(("at", "whole", "lines"), [(3, True, 1), (1, True, 0), (3, False, 0)])
+def test_a_model_that_stays_in_evaluation_mode_is_said_once(
+    at: int, whole: bool, lines: int, on_ranks: OnRanks
+) -> None:
+    said, nothing = on_ranks(2, left_in_evaluation, at, whole)
+    assert len(said) == lines
+    assert nothing == []
+    assert all("model came in evaluation mode from step 3 on" in line for line in said)
 
 
 def evaluate_on_rank_1() -> int:

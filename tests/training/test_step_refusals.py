@@ -216,6 +216,10 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"error": "big"}, "error is 'big'"),
     ({"retain_graph": True}, "retain_graph"),
     ({"epoch": 3.0}, "epoch"),
+    ({"wieght": 3.0}, "Got wieght. Did you mean weight?"),
+    ({"weights": 3.0}, "Got weights. Did you mean weight?"),
+    ({"reducton": "sum"}, "Got reducton. Did you mean reduction?"),
+    ({"error": dl.Sum(1.0, over=2.0)}, "takes no dl.Sum with over=. error is one"),
 ]
 WRONGS |= {str(keywords): Wrong(each(calling(keywords)), said, "ValueError") for keywords, said in CALLS}
 
