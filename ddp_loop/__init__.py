@@ -4,6 +4,7 @@
 need neither torch nor the loop, and start in a fraction of the time.
 """
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,10 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import what a name belongs to; see [Note: Names on demand]."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = get_close_matches(name, __all__, 1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        words = f"module {__name__!r} has no attribute {name!r}{hint}"
+        raise AttributeError(words, name=name, obj=None)  # Python would add a hint of its own
     room = import_module(f"{__name__}.{_ROOM_OF.get(name, name)}")
     value = globals()[name] = getattr(room, name) if name in _ROOM_OF else room
     return value

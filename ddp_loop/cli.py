@@ -38,7 +38,7 @@ EXAMPLES = {  # one for the help of each command
     "best": "best runs --by loss",
 }
 OTHER_NAMES = {  # of commands, under which other tools have them
-    "train": "run", "launch": "run", "start": "run", "resume": "run", "torchrun": "run", "list": "runs", "ls": "runs",
+    "train": "run", "launch": "run", "start": "run", "torchrun": "run", "list": "runs", "ls": "runs",
     "status": "runs", "serve": "monitor", "ui": "monitor", "board": "monitor", "compare": "diff", "test": "verify",
     "search": "sweep", "tune": "sweep", "curves": "plot", "info": "devices", "env": "devices", "kill": "stop",
 }  # fmt: skip
@@ -121,7 +121,10 @@ class _Parser(argparse.ArgumentParser):
         if typed is not None:
             names = {**OTHER_NAMES, **{name: name for name in EXAMPLES}}
             like = difflib.get_close_matches(typed[1], names, 1)
-            meant = f"Did you mean {names[like[0]]!r}?" if like else f"The commands are {', '.join(EXAMPLES)}."
+            meant = f"The commands are {', '.join(EXAMPLES)}."
+            if like:
+                name = names[like[0]]
+                meant = f"Did you mean {name!r}? For example: {self.prog} {EXAMPLES[name]}"
             message = f"There is no command {typed[1]!r}. {meant}"
         super().error(message)
 
@@ -375,11 +378,16 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: of the command line, without the program; by default those of this process.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
     if given[:1] == ["run"]:
         return _run(given[1:], None if arguments is not None else sys.orig_argv)
     if not given:
         _parser().print_help()
         return EQUAL
+    if given[:1] == ["resume"]:
+        print(f"ddp_loop: {_how_to_resume(given[1:])}", file=sys.stderr)
+        return FAILED
     end = given.index("--") if "--" in given else len(given)  # the rest belongs to the script
     options = _parser().parse_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
     try:
@@ -389,6 +397,18 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _how_to_resume(words: list[str]) -> str:
+    """What to say of `resume`, which is no command, but a word that other tools have."""
+    from ddp_loop.checkpoint import STATUS, lacks_secret, read_json, way_on
+
+    fact = "There is no command 'resume'. A run resumes when its script is started again"
+    for word in words:
+        status = read_json(Path(word) / STATUS) or {}
+        if command := way_on(status):
+            return " ".join(filter(None, (f"{fact}: {command}", lacks_secret(status))))
+    return f"{fact}, for example: {program()} {EXAMPLES['run']}"
 
 
 def _refusals() -> tuple[type[Exception], ...]:

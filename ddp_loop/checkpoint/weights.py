@@ -33,6 +33,7 @@ Source = str | os.PathLike[str]
 _SHOWN = 6  # names in an error
 _COMPILED = "_orig_mod."  # torch.compile puts it before the names of what it compiles
 _DIFFERENCES = 4  # in an error
+_PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt"})  # the names of files for torch.load
 _REMEDY = (
     "Build the same network, or load by hand what fits: model.load_state_dict(dl.load(RUN), strict=False) before the "
     "Loop."
@@ -189,9 +190,10 @@ def export_weights(
         A line about the file.
 
     Raises:
-        ValueError: as `load`, or the part has other values than tensors.
+        ValueError: as `load`, or the part has other values than tensors, or the file's name is one for `torch.load`.
         OSError: the checkpoint cannot be read, or the file not be written.
     """
+    _check_name(file)
     found = read_checkpoint(run, say=say, best=best, name=checkpoint)
     tensors = _tensors_of(part_of(found, part), part, found.path)
     folder = found.path.parents[1]
@@ -207,6 +209,15 @@ def export_weights(
     many = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
     mib = sum(one.nbytes for one in tensors.values()) / 2**20
     return f"{file}: {many} of {part}, {mib:.1f} MiB, from {found.path} ({origin})"
+
+
+def _check_name(file: Path) -> None:
+    if file.suffix.lower() in _PICKLED:
+        named = file.with_suffix(".safetensors")
+        raise ValueError(
+            f"export writes a safetensors file, which torch.load cannot read. Got {file}. Pass -o {named}; for "
+            f"torch.load, then call torch.save(safetensors.torch.load_file({str(named)!r}), {str(file)!r})."
+        )
 
 
 def _tensors_of(value: Any, part: str, path: Path) -> dict[str, torch.Tensor]:

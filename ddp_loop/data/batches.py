@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
@@ -16,7 +18,7 @@ from ddp_loop.accelerators import sent
 from ddp_loop.data.fingerprints import Fingerprint, StreamPass, check_data, require_alike
 from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition, piece_sizes
 from ddp_loop.data.placement import Places, parse_devices, without_rows
-from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
+from ddp_loop.data.readers import LOADER_OPTIONS, LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import EVALUATED, Cut, Division, MiniBatch, Shard, split_sizes
 from ddp_loop.data.streams import ANNOUNCED, OwnStreams, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
@@ -27,6 +29,7 @@ _ALIKE = (  # of all ranks' Batches, in the order of `Batches._check_same`
     "the data's length, batch_size, shards, drop_last, shuffle, seed, partition, until, parts, kind, check_data and "
     "shares"
 )
+_ALIKE_NAMES = 0.7  # their ratio: "workers" is like "num_workers", but "in_order" is not
 
 
 @dataclass(slots=True)
@@ -239,6 +242,7 @@ class Batches:
             self._own.check(self._passed.samples)
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
+        _check_names(loader)
         if is_stream(data):
             if length is not None:
                 raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
@@ -658,3 +662,12 @@ class ReadAhead:
         if loaded is not None:
             loaded.read_ahead()
         self._ahead.append(loaded)
+
+
+def _check_names(options: Iterable[str]) -> None:
+    """Refuse a name that is like one of an argument."""
+    own = [one.name for one in inspect.signature(Batches).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    for name in options:
+        near = difflib.get_close_matches(name, [*own, *LOADER_OPTIONS], 1, _ALIKE_NAMES)
+        if near and near[0] != name:
+            raise TypeError(f"Batches has no argument {name!r}. Did you mean {near[0]!r}?")

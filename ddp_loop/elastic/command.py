@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_loop.elastic.loopback import LOOPBACK, loopback_variables
 from ddp_loop.elastic.rank import START
@@ -92,17 +94,32 @@ def _misplaced_ranks(options: argparse.Namespace, program: str) -> str | None:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argparse's, but its error names the option that was meant, or says that there is no script."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and what is wrong, and exit."""
+        if message.startswith("the following arguments are required"):
+            message = f"SCRIPT is missing. Name it after the options, for example: {self.prog} --ranks 2 train.py"
+        typed = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
+        like = difflib.get_close_matches(typed[1], self._option_string_actions, 1) if typed else []
+        super().error(f"{message}. Did you mean {like[0]}?" if like else message)
+
+
 def _parse(arguments: Sequence[str], program: str = "python -m ddp_loop") -> argparse.Namespace:
     from torch.distributed.run import get_args_parser
 
-    parser = get_args_parser()
-    parser.prog = f"{program} run"
-    parser.usage = _USAGE
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG.format(program=program)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    # What follows SCRIPT is the script's. torchrun takes its `--run` for the start of one of its own options.
-    parser.allow_abbrev = False
+    parser = _Parser(
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's is there
+        prog=f"{program} run",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        epilog=_EPILOG.format(program=program),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # What follows SCRIPT is the script's. torchrun takes its `--run` for the start of one of its own options.
+        allow_abbrev=False,
+    )
     own = parser.add_argument_group("options of run")
     own.add_argument(
         "--ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from ddp_loop.elastic.process_states import INTERRUPTED_EXIT, PEER_FAILED_EXIT, 
 
 _RED = "\x1b[31m"
 _PLAIN = "\x1b[0m"
+_PLACE = re.compile(r'^  File "(.+)", line (\d+), in .+\n    (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,17 @@ def _of_other(one: Ending, first: Ending | None = None) -> str:
         return f"was ended{one.where}" + (f": {one.line}" if explains and one.line else "")
     if one.line and not one.is_shown and one.error:
         is_same = first is not None and one.line == first.line
-        return f"failed{one.where} too" + (", with the same error" if is_same else f": {one.line.splitlines()[0]}")
+        what = ", with the same error" if is_same else f": {one.line.splitlines()[0]}"
+        place = _place_of(one)
+        is_known = place == "" or (first is not None and place == _place_of(first))
+        return f"failed{one.where} too{what}" + ("" if is_known else f", at {place}")
     return _of_code(one) + one.where
+
+
+def _place_of(one: Ending) -> str:
+    """The last line of a rank's traceback that has a place, such as "train.py:20: step.fold()"; empty without one."""
+    places = _PLACE.findall(one.error)
+    return "{}:{}: {}".format(*places[-1]) if places else ""
 
 
 def _of_code(one: Ending) -> str:

@@ -238,11 +238,12 @@ REFUSED_NAMES = RESERVED_NAMES | MISSPELT.keys()  # of metrics
 def bad_loss(loss: object) -> ValueError:
     """The error of a loss that is no tensor of shape (), or needs no gradient."""
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        return ValueError(
-            f"A loss must be a tensor of shape (), one value for the shard. Got {what}. Take its mean, or its sum with "
-            'reduction="sum".'
-        )
+        what = type(loss).__name__
+        remedy = "Pass the tensor itself, without .item() or float()."
+        if isinstance(loss, torch.Tensor):
+            what = f"shape {tuple(loss.shape)}"
+            remedy = 'Take its mean, or its sum with reduction="sum".'
+        return ValueError(f"A loss must be a tensor of shape (), one value for the shard. Got {what}. {remedy}")
     return ValueError(
         "A loss must need a gradient. This one does not. Compute it from the model's output, outside of "
         "torch.no_grad() and without detach()."

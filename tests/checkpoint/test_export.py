@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -124,6 +125,24 @@ def test_what_cannot_be_exported_is_one_line(run: Path, file: Path, capsys: Said
         assert said in printed.err
         assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.pth", "pytorch_model.bin", "last.CKPT"])
+def test_a_name_for_torch_load_is_refused_and_the_call_that_makes_such_a_file_is_named(
+    name: str, run: Path, kept: list[State], tmp_path: Path, capsys: Said
+) -> None:
+    asked = tmp_path / name
+    assert main(["export", str(run), "-o", str(asked)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"ddp_loop export: export writes a safetensors file, which torch.load cannot read. Got {asked}."
+    )
+    named = re.search(r"Pass -o (.*\.safetensors); for torch\.load, then call (torch\.save\(.*\))\.$", line)
+    assert named is not None
+    assert not asked.exists()
+    assert main(["export", str(run), "-o", named[1]]) == 0
+    exec(f"import safetensors.torch, torch\n{named[2]}")
+    assert torch.equal(torch.load(asked)["norm.running_mean"], kept[3]["norm.running_mean"])
 
 
 def test_nested_tensors_have_dotted_names_and_other_parts_are_refused(

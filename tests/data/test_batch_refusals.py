@@ -81,7 +81,10 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         "shuffle needs data with a length",
     ),
     "nothing left": (numbers(3), 4, {"drop_last": True}, ValueError, "3 samples with batch_size=4"),
-    "an unknown option": (Drawn(), 2, {"workers": 2}, TypeError, r"Got \['workers'\]"),
+    "an unknown option": (Drawn(), 2, {"processes": 2}, TypeError, r"Got \['processes'\]"),
+    "a misspelt argument": (numbers(5), 2, {"shard": 4}, TypeError, "no argument 'shard'. Did you mean 'shards'?"),
+    "half an option": (Drawn(), 2, {"workers": 2}, TypeError, "no argument 'workers'. Did you mean 'num_workers'?"),
+    "a misspelt argument of a stream": (Endless(), 2, {"droplast": True}, TypeError, "Did you mean 'drop_last'?"),
     "a DataLoader's sampler": (
         Drawn(),
         2,

@@ -43,14 +43,30 @@ def test_what_cannot_be_started_is_refused_in_one_line(
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["--rank", "2", __file__], ["--ranks"]])
+NO_SCRIPT = "SCRIPT is missing. Name it after the options, for example: python -m ddp_loop run --ranks 2 train.py\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], NO_SCRIPT),
+        (["--ranks", "2"], NO_SCRIPT),
+        (["--ranks"], "argument --ranks: expected one argument\n"),
+        (["--rank", "2", __file__], "unrecognized arguments: --rank. Did you mean --ranks?\n"),
+        (["--rank=2", __file__], "unrecognized arguments: --rank=2. Did you mean --ranks?\n"),
+        (["--nproc_per_nod", "2", __file__], "--nproc_per_nod. Did you mean --nproc_per_node?\n"),
+        (["--frobnicate", __file__], "unrecognized arguments: --frobnicate\n"),
+    ],
+)
 def test_no_script_and_half_an_option_are_refused_with_the_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["run", *arguments])
     assert refused.value.code == 2
-    assert "usage: python -m ddp_loop run [--ranks N|gpu]" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: python -m ddp_loop run [--ranks N|gpu]" in printed
+    assert printed.endswith(said)
 
 
 def test_what_follows_the_script_belongs_to_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_the_culprit_is_who_failed_by_itself(endings: list[Ending], first: int, 
 def test_a_second_error_is_one_line() -> None:
     later = Ending(3, 1, 6.0, TRACE, "KeyError: 'x'\nmore", " in data of step 3", is_shown=False)
     assert describe([CULPRIT, later], []).endswith("ddp_loop: rank 3 failed in data of step 3 too: KeyError: 'x'\n")
+
+
+def error_at(line: int, code: str) -> str:
+    frames = f'  File "/lab/train.py", line 30, in <module>\n    main()\n  File "/lab/train.py", line {line}, in main\n'
+    return f"Traceback (most recent call last):\n{frames}    {code}\n    ^^^^^^^^\nValueError: the labels are bad\n"
+
+
+def test_another_rank_s_own_line_of_the_script_is_shown_where_it_is_not_the_culprit_s() -> None:
+    first = replace(CULPRIT, error=error_at(12, "dl.evaluate(model, held_out)"))
+    alike = replace(first, rank=0, at=6.0)
+    apart = replace(alike, rank=1, error=error_at(20, "step.fold()"))
+    other = replace(apart, rank=3, line="KeyError: 'x'")
+    assert describe([first, alike, apart, other], []).splitlines()[-3:] == [
+        "ddp_loop: rank 0 failed in forward of step 3 too, with the same error",
+        "ddp_loop: rank 1 failed in forward of step 3 too, with the same error, at /lab/train.py:20: step.fold()",
+        "ddp_loop: rank 3 failed in forward of step 3 too: KeyError: 'x', at /lab/train.py:20: step.fold()",
+    ]
 
 
 def test_an_ending_is_read_from_the_rank_s_file(tmp_path: Path) -> None:

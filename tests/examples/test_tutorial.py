@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -53,6 +54,24 @@ def test_a_script_of_the_tutorial_gives_the_same_weights_on_one_and_two_ranks(
         assert one == two
     else:
         assert one == pytest.approx(two, abs=ALIKE, rel=ALIKE)
+
+
+def said_by_lesson(folder: str, text: str) -> str:
+    sys.path.insert(0, folder)
+    try:
+        return run_python(folder, text).printed
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("parts", None)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("J17")
+def test_the_validation_by_hand_is_that_of_evaluate(on_ranks: OnRanks, tmp_path: Path) -> None:
+    said, _ = on_ranks(2, said_by_lesson, with_parts(tmp_path), LESSONS[1])
+    by_hand = re.search(r"By hand: accuracy (0\.\d+)", said)
+    assert by_hand is not None
+    assert re.findall(r"Epoch \d: accuracy (0\.\d+)", said)[-1] == by_hand[1]
 
 
 @pytest.mark.covers("J17")

@@ -7,6 +7,7 @@ import operator
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,5 +311,13 @@ def test_importing_the_package_leaves_out_what_no_rank_needs(fresh_import: dict[
 
 def test_the_public_names_are_those_that_the_package_offers() -> None:
     assert set(ddp_loop.__all__) <= set(dir(ddp_loop))
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         _ = ddp_loop.nothing
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("use_bf16", "use_bfloat16"), ("evalute", "evaluate")])
+def test_a_misspelt_public_name_is_answered_once(typed: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match="has no attribute") as caught:
+        getattr(ddp_loop, typed)
+    shown = "".join(traceback.format_exception(caught.value))  # Python knows hints too
+    assert re.findall("Did you mean.*", shown) == [f"Did you mean {meant!r}?"]

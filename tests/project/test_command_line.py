@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -41,7 +42,8 @@ def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["device"], "There is no command 'device'. Did you mean 'devices'?"),
-        (["trian"], "There is no command 'trian'. Did you mean 'run'?"),
+        (["trian"], "There is no command 'trian'. Did you mean 'run'? For example: python -m ddp_loop run --ranks 4"),
+        (["help", "device"], "There is no command 'device'. Did you mean 'devices'?"),
         (["frobnicate"], "There is no command 'frobnicate'. The commands are run, sweep, hosts, devices, verify,"),
         (["devices", "--gpus"], "unrecognized arguments: --gpus"),
         (["--print-completion", "cmd"], "--print-completion takes bash,"),
@@ -65,6 +67,31 @@ def printed_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     printed = capsys.readouterr()
     assert printed.err == ""
     return printed.out
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed_by(["help"], capsys) == printed_by(["--help"], capsys)
+    for command in ("run", "export"):
+        assert printed_by(["help", command], capsys) == printed_by([command, "--help"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (["ddp_loop", "run", "my train.py"], "cd /lab && ddp_loop run 'my train.py'"),
+        (["python", "train.py", "--token=***"], "cd /lab && python train.py '--token=***' The command had a secret,"),
+        (None, ", for example: python -m ddp_loop run --ranks 4 train.py --epochs 20"),
+    ],
+)
+def test_resume_is_no_command_and_the_one_that_resumes_the_run_is_named(
+    start: list[str] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"status": "stopped", "start": start, "directory": "/lab"}))
+    assert main(["resume", "--best", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    fact = "ddp_loop: There is no command 'resume'. A run resumes when its script is started again"
+    assert printed.err.startswith(f"{fact}{said if start is None else f': {said}'}")
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
 
 
 def test_alone_it_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

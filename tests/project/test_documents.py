@@ -38,6 +38,7 @@ ON_GPUS = re.compile(  # what a module asks of a device, or of its GPUs
     r"is_asynchronous|is_gpu\b|has_batch_norm_kernels|empty_on_host|start_cop(y|ies)\b|HostCopy|\.mark\(\)"
     r"|\.host_reads\(|memory_(held|free)\(|gpu_count|all_gpus|identity\(\)"
 )
+EXTRAS = {"monitor": "monitor", "plot": "plots"}  # without which a command refuses
 ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
 
 
@@ -172,6 +173,16 @@ def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 120
 
 
+def test_the_readme_installs_what_it_uses_and_has_the_commands_for_results() -> None:
+    text = text_of("README.md")
+    (extras,) = re.findall(r'pip install -e "\.\[(.*)\]"', text)
+    commands = commands_in(text)
+    needed = {"digits", "sweep"} | {extra for name, extra in EXTRAS.items() if name in commands}
+    known = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
+    assert needed <= set(extras.split(",")) <= set(known)
+    assert {"best", "export", "verify", "monitor", "plot"} <= commands
+
+
 @pytest.mark.slow
 def test_documented_commands_exist() -> None:
     documented = set().union(*(commands_in(path.read_text()) for path in DOCUMENTS))
@@ -248,6 +259,13 @@ def test_the_examples_of_the_documents_use_public_names() -> None:
 def test_every_link_leads_to_a_file() -> None:
     links = [(path, link) for path in DOCUMENTS for link in links_in(path.read_text())]
     assert [(path.name, link) for path, link in links if not (path.parent / link).exists()] == []
+
+
+def test_a_page_of_the_reference_has_its_help_beside_it() -> None:
+    """In a clone the page has the names alone; `make docs` fills it in."""
+    lines = [line for path in DOCUMENTS for line in path.read_text().splitlines() if re.search(r"/\w+\.rst\)", line)]
+    assert lines
+    assert [line for line in lines if "`help(ddp_loop." not in line] == []
 
 
 def test_each_property_of_the_comparison_has_an_answer_and_a_test_of_ours() -> None:

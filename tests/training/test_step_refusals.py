@@ -195,7 +195,7 @@ WRONGS = {
     ),
     "a number as loss": Wrong(
         each(lambda step, model, rows: step.backward(3.0)),  # type: ignore[arg-type]
-        "Got float",
+        r"Got float\. Pass the tensor itself, without \.item\(\)",
         "ValueError",
     ),
     "a detached loss": Wrong(
