@@ -59,13 +59,12 @@ class Stops:
         watchdog.say = self._say
         self._loops: list[Stoppable] = []  # those with handlers, the innermost last
         self._has_begun = False  # whether any loop had handlers, on every rank alike
-        self._asked: str | None = None  # by the script of this rank
         self._why = ""  # the reason of the last stop
 
     @property
     def asked(self) -> str | None:
         """Why the ranks were asked to stop, as far as this one knows; None without a request."""
-        return self._asked or self.watchdog.stop
+        return self.watchdog.stop
 
     @property
     def can_stop_here(self) -> bool:
@@ -79,7 +78,7 @@ class Stops:
 
     def ask(self, why: str) -> None:
         """Ask all ranks to stop at the next place where they agree on it."""
-        self._asked = why
+        self.watchdog.stop = self.watchdog.stop or why
 
     def install_handlers(self, loop: Stoppable) -> None:
         """Take SIGINT, SIGTERM and what asks the loop as requests to stop, until `restore_handlers`."""
@@ -113,7 +112,6 @@ class Stops:
         for loop in reversed(self._loops):
             if loop is not inner:
                 loop.stop_here(why)
-        self._asked = None
         self._why = why
         self.watchdog.stop_followed()
         return why

@@ -666,7 +666,7 @@ class Job:
     def take_requests(self) -> ControlRequest:
         """What this rank asks of all in a fold; what was found since the last one is asked once."""
         new = self.structure.changes()
-        stop = self.world.stops.asked is not None
+        stop = self.world.stops.watchdog.stop is not None
         save = False
         problem: Exception | None = self.checks.state.found
         self.checks.state.found = None
