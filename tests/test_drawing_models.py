@@ -135,6 +135,7 @@ def test_training_gives_the_same_bits_with_evaluations_that_draw_and_without(ran
 
 @pytest.mark.covers("H7", "H8")
 @pytest.mark.parametrize("steps", [1, 3, 5, 7])  # a stop after the fold takes effect in the next step
+@pytest.mark.slow
 def test_a_resumed_run_evaluates_what_the_undisturbed_one_does(steps: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     [(values, errors)] = on_ranks(1, trained, True)
     folder = str(tmp_path / "run")

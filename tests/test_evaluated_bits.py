@@ -233,6 +233,7 @@ def pieces(size: int, batch_size: int, shares: list[float] | None) -> list[int]:
 @pytest.mark.covers("B8")
 @pytest.mark.parametrize(("size", "batch_size"), [(501, 100), (1000, 96), (100, 100), (64, 4), (5, 8)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.slow
 def test_a_rank_needs_no_more_memory_than_for_a_shard_of_its_own_and_no_rank_waits_for_more_than_a_piece(
     ranks: int, size: int, batch_size: int, on_ranks: OnRanks
 ) -> None:

@@ -16,6 +16,7 @@ from tests.support.harness import OnRanks
 
 @pytest.mark.covers("D10", "J18")
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 3), (3, 1), (4, 2)])
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_gpus_with_the_same_bits(
     on_fake_gpus: OnRanks, tmp_path: Path, before: int, after: int
 ) -> None:

@@ -183,6 +183,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     assert checkpoints_of(tmp_path) == [3, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_score_of_a_whole_epoch_is_that_of_its_last_step(tmp_path: Path) -> None:
     scores = dict.fromkeys(range(1, 11), 9.0) | {5: 0.25, 10: 0.5}
     whole = train("")

@@ -52,6 +52,7 @@ def test_the_launcher_s_own_words_and_folder_count_most() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["torchrun", "other"])
+@pytest.mark.slow
 def test_torchrun_s_own_words_are_those_of_the_parent(name: str, tmp_path: Path) -> None:
     """A launcher's rank prints how it would be started again."""
     rank = "from ddp_loop.checkpoint import start_command; print(*start_command(directory='/home/me').words, sep='|')"

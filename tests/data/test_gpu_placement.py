@@ -105,6 +105,7 @@ def train_in_little_memory() -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_data_that_do_not_fit_beside_a_step_stay_on_the_host(on_fake_gpus: OnRanks, ranks: int) -> None:
     assert on_fake_gpus(ranks, train_in_little_memory) == [(["cpu"] * 4, True)] * ranks
 
@@ -169,6 +170,7 @@ def peak_of(batches: dl.Batches) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
 def test_a_larger_evaluation_runs_beside_data_that_moved_and_its_own_move_in_a_second_one(
     on_fake_gpus: OnRanks, ranks: int
 ) -> None:

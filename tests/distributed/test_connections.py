@@ -126,6 +126,7 @@ def leave_a_sum_behind(wait: bool) -> bool:
     return keeps_a_group()
 
 
+@pytest.mark.slow
 def test_a_group_whose_sum_was_not_woken_is_kept_until_it_is(on_ranks: OnRanks) -> None:
     assert on_ranks(2, leave_a_sum_behind, True) == [False, False]
 

@@ -145,6 +145,7 @@ def describe_all() -> tuple[int, list[str]]:
 
 
 @pytest.mark.covers("C1")
+@pytest.mark.slow
 def test_with_fake_gpus_each_is_described_and_one_rank_each_is_proposed(on_fake_gpus: OnRanks) -> None:
     gpus, lines = on_fake_gpus(1, describe_all)[0]
     assert gpus > 1
@@ -206,6 +207,7 @@ def identities_seen(identities: str) -> list[Sequence[str]]:
 
 
 @pytest.mark.parametrize("identities", ["00", "01", "010"])
+@pytest.mark.slow
 def test_each_rank_knows_the_gpus_of_all_before_it_starts_a_group(identities: str, on_ranks: OnRanks) -> None:
     expected = [[f"GPU-{one}" for one in identities]]
     assert on_ranks(len(identities), identities_seen, identities) == [expected] * len(identities)

@@ -255,6 +255,7 @@ def wait_for_a_killed_rank(killed: int) -> tuple[str, str, float] | None:
 
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize(("ranks", "killed"), [(2, 1), (3, 1)])
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_others_wait_for_their_device_is_named(
     ranks: int, killed: int, on_ranks: OnRanks
 ) -> None:
@@ -308,6 +309,7 @@ def part_on_the_host() -> tuple[str, str, float]:
 
 
 @pytest.mark.covers("D10")
+@pytest.mark.slow
 def test_host_tensors_are_waited_for_in_slices_whatever_the_devices_backend(on_ranks: OnRanks) -> None:
     for kind, text, took_s in on_ranks(2, part_on_the_host):
         assert kind == "PeerFailed"

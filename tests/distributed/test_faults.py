@@ -71,6 +71,7 @@ def fail_at(
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 1e-5])  # one sum a step; a sum per parameter, begun in backward
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.slow
 def test_an_exception_in_one_ranks_loop_ends_all(
     place: str, bucket_cap_mib: float, culprit: int, refused: Refused
 ) -> None:

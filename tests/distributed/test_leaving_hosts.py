@@ -79,6 +79,7 @@ def stop(kind: str, machines: tuple[int, ...], signalled: tuple[int, ...], elast
         ("call", (1, 2), (0,), True, [0, 0, 0]),
     ],
 )
+@pytest.mark.slow
 def test_only_a_host_that_torchrun_ended_is_done_after_sigterm(
     kind: str,
     machines: tuple[int, ...],

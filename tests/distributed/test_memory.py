@@ -189,6 +189,7 @@ def run_program(seed: int) -> str:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
 def test_random_programs_give_what_one_process_computes(seed: int, ranks: int, on_ranks: OnRanks) -> None:
     assert len(set(on_ranks(ranks, run_program, seed))) == 1
 

@@ -299,6 +299,7 @@ def judge(pool: Pool, ranks: int, tasks: list[Callable[[], None]]) -> None:
     pool.run(await_no_more_than, ranks, before)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_world(pool: Pool) -> None:
     judge(pool, 3, [leave_in_order])
     assert [one["mappings"] for one in pool.run(kept, 2)] == [0, 0]

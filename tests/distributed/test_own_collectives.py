@@ -54,6 +54,7 @@ def train_beside(exchange: str, machines: tuple[int, ...], own_calls: bool) -> t
 
 
 @pytest.mark.parametrize(("exchange", "machines"), [("memory", ()), ("memory", (2, 1)), ("gloo", ())])
+@pytest.mark.slow
 def test_own_collectives_between_steps_change_nothing(
     exchange: str, machines: tuple[int, ...], on_ranks: OnRanks
 ) -> None:

@@ -179,6 +179,7 @@ PLACES = [
 @pytest.mark.parametrize(
     ("script", "said", "at", "saved", "status"), PLACES, ids=[place[0].__name__ for place in PLACES]
 )
+@pytest.mark.slow
 def test_a_stop_is_followed_wherever_it_comes_and_the_run_resumes_to_the_same_bits(
     script: Script, said: list[str], at: int, saved: int, status: str, kind: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:

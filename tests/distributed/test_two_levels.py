@@ -52,6 +52,7 @@ def flat_sums(shards: tuple[int, ...], machines: Machines) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("shards", [(1, 2), (3, 5), (6, 7), (8, 9), (12, 16)])
+@pytest.mark.slow
 def test_flat_sums_have_the_same_bits_every_way(shards: tuple[int, ...], ranks: int, on_ranks: OnRanks) -> None:
     wanted = on_ranks(ranks, flat_sums, shards, ())
     assert wanted == [wanted[0]] * ranks

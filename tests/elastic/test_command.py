@@ -104,6 +104,7 @@ def test_ranks_after_a_script_that_failed_are_moved_before_it(words: list[str], 
 
 
 @pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.slow
 def test_a_script_with_ranks_of_its_own_is_left_alone(fails: bool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import sys\nsys.exit({int(fails)})\n")

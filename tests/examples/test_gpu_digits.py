@@ -81,6 +81,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_digit_job_has_the_bits_of_the_cpu_on_1_and_2_and_4_gpus_in_turn(
     on_fake_gpus: OnRanks, folder: Path
 ) -> None:

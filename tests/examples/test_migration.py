@@ -125,6 +125,7 @@ def test_the_document_names_each_script() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.slow
 def test_the_ddp_loop_script_prints_the_numbers_of_the_plain_one(
     script: str, ranks: int, on_one_device: list[Result], on_ranks: OnRanks
 ) -> None:

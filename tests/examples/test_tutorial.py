@@ -75,6 +75,7 @@ def test_the_validation_by_hand_is_that_of_evaluate(on_ranks: OnRanks, tmp_path:
 
 
 @pytest.mark.covers("J17")
+@pytest.mark.slow
 def test_the_whole_script_keeps_the_best_average_and_leaves_its_weights(on_ranks: OnRanks, tmp_path: Path) -> None:
     (first, second) = on_ranks(2, run_lesson, with_parts(tmp_path), WHOLE.replace('"__main__"', '"snippet"'))
     assert first == second

@@ -114,6 +114,7 @@ def test_a_rank_of_a_version_that_says_more_is_understood(on_ranks: OnRanks, fol
         ("missing", 1, "Rank 1 did not come within 5 s."),
     ],
 )
+@pytest.mark.slow
 def test_each_planted_fault_is_found_on_every_rank(
     fault: str, culprit: int, wanted: str, on_ranks: OnRanks, folder: str
 ) -> None:

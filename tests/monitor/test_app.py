@@ -198,6 +198,7 @@ def test_a_client_without_a_request_is_disconnected(run: Path, monkeypatch: pyte
         assert connection.recv(100) == b""
 
 
+@pytest.mark.slow
 def test_a_client_without_a_further_request_is_disconnected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(run) as page, socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
         for wait_s in (monitor.REQUEST_S, 0.1):  # the second one counts from the second answer

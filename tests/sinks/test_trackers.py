@@ -189,6 +189,7 @@ def test_a_missing_package_names_its_extra(make: Any, monkeypatch: pytest.Monkey
         make()
 
 
+@pytest.mark.slow
 def test_a_tracking_server_that_is_not_there_is_a_line(on_ranks: OnRanks, tmp_path: Path) -> None:
     (tmp_path / "mlruns").touch()  # a file in the place of MLflow's folder
     on_ranks(1, train, "mlflow", str(tmp_path))

@@ -108,6 +108,7 @@ def test_a_folder_of_another_sweep_or_of_one_that_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.slow
 def test_an_objective_that_no_row_has(tmp_path: Path) -> None:
     (one,) = sweep(train, {"rate": [0.1]}, tmp_path / "s", slots=1, objective="los")
     assert one.status == "failed"

@@ -161,6 +161,7 @@ def test_the_trial_of_a_dead_worker_resumes_and_its_folder_records_it(worker_of:
 @pytest.mark.covers("F3")
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("added", [False, True], ids=["before", "after"])
+@pytest.mark.slow
 def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
     added: bool, worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

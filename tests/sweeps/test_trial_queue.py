@@ -281,6 +281,7 @@ def indices_of(folder: Path) -> set[str]:
 
 @pytest.mark.covers("G5")
 @pytest.mark.parametrize("at", [3, 16, 21, 30])  # of twice 15: in memory, and then in the file
+@pytest.mark.slow
 def test_a_kill_while_the_study_is_made_leaves_no_file_that_stays(at: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     opened(tmp_path / "whole").close()

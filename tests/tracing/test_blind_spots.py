@@ -133,6 +133,7 @@ AVERAGE = "model.average.mul_(0.9).add_(model.words.weight.mean(0), alpha=0.1)"
         {"LAST": "dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), loss=cross_entropy)"},
     ],
 )
+@pytest.mark.slow
 def test_a_correct_script_is_equal(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, changes, ranks=(1, 2, 3))
     assert equal, said

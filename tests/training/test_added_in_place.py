@@ -127,9 +127,9 @@ def bits(gradients: Gradients) -> list[bytes | None]:
 
 
 @pytest.mark.covers("H7", "B10")
-@pytest.mark.quick_on_gpus
 @settings(max_examples=40)
 @given(job=jobs(), ranks=st.integers(1, 3), bucket_cap_mib=st.sampled_from((8.0, 0.0005)))
+@pytest.mark.slow
 def test_the_sum_is_that_of_the_tree_to_the_bit(on_ranks: OnRanks, job: Job, ranks: int, bucket_cap_mib: float) -> None:
     room = 8.0 if job.kind == "reentrant" else bucket_cap_mib
     assert {tuple(bits(found)) for found in on_ranks(ranks, by_loop, job, room)} == {tuple(bits(by_hand(job)))}
@@ -191,6 +191,7 @@ def tampering(how: str, at: int) -> None:
         *((how, at) for how in ("clip", "another backward", "another tensor") for at in (3, 4)),
     ],
 )
+@pytest.mark.quick_on_gpus
 def test_a_gradient_changed_between_two_shards_is_refused(how: str, at: int, on_ranks: OnRanks) -> None:
     of = r"\. That of model\.shared" if how == "zero_grad" else ""
     with pytest.raises(dl.RankFailed, match="must stay as they are until its fold" + of):

@@ -587,6 +587,7 @@ def test_any_job_equals_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
 
 @pytest.mark.covers("H1", "H7")
 @given(job=jobs(), stop_after=st.integers(1, 7), then_ranks=st.integers(1, 3))
+@pytest.mark.slow
 def test_any_job_that_is_left_and_resumed_on_other_ranks_equals_the_plain_loop(
     on_ranks: OnRanks, job: Job, stop_after: int, then_ranks: int
 ) -> None:

@@ -149,6 +149,7 @@ def leave_between_epochs(folder: str, ends: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("ends", "status"), [("its end", "left"), ("an error", "failed")])
+@pytest.mark.slow
 def test_a_run_whose_loop_was_left_ends_with_the_world_and_saves_what_was_asked_for(
     ends: str, status: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:

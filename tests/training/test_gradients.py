@@ -27,6 +27,7 @@ SMALL_MIB = 1e-4  # each layer has a bucket of its own
     first=st.integers(1, 200),
     further=st.integers(1, 200),
 )
+@pytest.mark.slow
 def test_neighbours_of_a_dtype_fill_a_bucket_up_to_its_size(
     forms: list[tuple[int, torch.dtype]], first: int, further: int
 ) -> None:

@@ -254,7 +254,7 @@ DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
     "reductions": (
         evaluate("a"),
         evaluate(a=lambda output, rows: dl.Sum(1)),
-        r"a is a dl\.Sum of some",
+        r"must be of one kind in every shard. a is a dl\.Sum and a mean",
     ),
     "logged names": (over(), over(logged="b"), "the names in loop.log"),
     "steps": (over(steps=2), over(steps=3), SAME),
