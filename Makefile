@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready-for-ddp_loop
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 KERNELS ?= --channels-last --precision bf16
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
@@ -25,7 +25,6 @@ train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RA
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)
 
-test-rest test-all: JOBS := 3  # their tests wait more than those of make test
 test-rest: $(READY)  ## run what make test leaves out
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full" $(ARGS)
 
