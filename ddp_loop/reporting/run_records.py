@@ -231,7 +231,7 @@ class _RunReader:
         self._folder = folder
         self._turn = threading.Lock()
         self._contents: dict[str, tuple[Stamp | None, Any]] = {}
-        self._rows = _Values(folder / ROWS)
+        self._rows = _Values(folder / ROWS, has_means=True)
         self._evaluations = _Values(folder / EVALUATIONS)
         self._logged = _Values(folder / LOGGED, beside=_PLACE)
 
@@ -291,11 +291,13 @@ class _Values:
     Args:
         path: of the file.
         beside: the names that are no values; by default those of a row that are neither its loss nor a metric.
+        has_means: whether the values are averaged over each epoch, too.
     """
 
-    def __init__(self, path: Path, beside: Collection[str] | None = None) -> None:
+    def __init__(self, path: Path, beside: Collection[str] | None = None, *, has_means: bool = False) -> None:
         self._tail = JsonlTail(path)
         self._beside = beside
+        self._has_means = has_means
         self._stamp: Stamp | None = None
         self._clear()
 
@@ -339,7 +341,7 @@ class _Values:
                 )
                 if len(values):
                     self.summaries[name] = _summary(steps, values, lower, self.summaries.get(name))
-                    if self._beside is None:
+                    if self._has_means:
                         self._means.setdefault(name, _EpochMean(lower)).take(_weighted(name, part, columns))
 
     def _is_value(self, name: str) -> bool:
@@ -376,8 +378,9 @@ class _EpochMean:
                 self._epoch = float(epoch)
                 self._sum = self._weight = 0.0
                 self._before = self.summary
-            self._sum += float(rows[start:end, 2] @ rows[start:end, 3])
-            self._weight += float(rows[start:end, 2].sum())
+            with np.errstate(over="ignore", invalid="ignore"):  # such a mean is not finite
+                self._sum += float(rows[start:end, 2] @ rows[start:end, 3])
+                self._weight += float(rows[start:end, 2].sum())
             mean = self._sum / self._weight if self._weight else math.nan
             newest = np.array([mean if math.isfinite(mean) else math.nan])
             self.summary = _summary(np.array([step]), newest, self._lower, self._before)
