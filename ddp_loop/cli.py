@@ -34,7 +34,7 @@ EXAMPLES = {  # one for the help of each command
     "monitor": "monitor runs",
     "plot": "plot runs/one runs/two --smooth 10",
     "export": "export runs/one --best -o model.safetensors",
-    "runs": 'runs runs --sort "best loss" --where "state=done"',
+    "runs": 'runs runs --sort "epoch loss" --where "state=done"',
     "best": "best runs --by loss",
 }
 OTHER_NAMES = {  # of commands, under which other tools have them
@@ -350,7 +350,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
         "show a table of all runs below a folder: state, config, last and best values",
         f"{EQUAL} shown, {FAILED} no folder, no run in it, or an unknown column",
     )
-    one.add_argument("--sort", metavar="COLUMN", help='sort by a column, such as "best loss"')
+    one.add_argument("--sort", metavar="COLUMN", help='sort by a column, such as "best eval loss"')
     one.add_argument("--descending", action="store_true", help="with --sort: the largest first")
     one.add_argument(
         "--where", action="append", default=[], metavar="CONDITION", help='show runs with "rate=0.1", "state!=failed"'
@@ -364,7 +364,9 @@ def _add_runs(add: Callable[..., Any]) -> None:
         f"{EQUAL} found, {UNEQUAL} there is none, {FAILED} no folder, no run in it, or an unknown value",
     )
     two.add_argument(
-        "--by", metavar="NAME", help="value that decides (default: a sweep's objective, or evaluated loss)"
+        "--by",
+        metavar="NAME",
+        help="value that decides (default: a sweep's objective, or evaluated loss, or the checkpoints' score)",
     )
     two.add_argument("--highest", action="store_true", help="the highest is the best (default for all but losses)")
     for command in (one, two):

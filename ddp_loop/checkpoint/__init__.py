@@ -42,9 +42,18 @@ from ddp_loop.checkpoint.run_folder import (
     stop_and_wait,
 )
 from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
-from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on, words_to_go_on
+from ddp_loop.checkpoint.starting import Start, lacks_secret, program, start_command, way_on, words_to_go_on
 from ddp_loop.checkpoint.state import Stateful
-from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of, store_of
+from ddp_loop.checkpoint.storage import (
+    CHECKPOINTS,
+    NAME,
+    CheckpointInfo,
+    CheckpointStore,
+    best_of,
+    by_score,
+    run_id_of,
+    store_of,
+)
 from ddp_loop.checkpoint.weights import export_weights, load, warm_start
 
 __all__ = [
@@ -86,6 +95,7 @@ __all__ = [
     "Stateful",
     "ask_to_stop",
     "best_of",
+    "by_score",
     "bytes_of",
     "explained",
     "export_weights",
@@ -98,6 +108,7 @@ __all__ = [
     "load",
     "names_of_hidden",
     "opened",
+    "program",
     "read_json",
     "read_text",
     "run_id_of",

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree
 # checkpoint that is intact. So it ends the start.
 
 CHECKPOINTS = "checkpoints"  # in a run folder
+_RUN = "run.json"
+_NAMED = 3  # runs in a message
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -308,20 +310,31 @@ def store_of(run: Path) -> CheckpointStore:
     """The checkpoints of a run folder, to be read.
 
     Raises:
-        ValueError: it is no run folder.
+        ValueError: it is no run folder; of a folder of runs the message names some.
     """
     run_id = run_id_of(run)
     if run_id is None:
+        if runs := _runs_in(run):
+            more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+            raise ValueError(f"{run} is a folder of runs: {', '.join(runs[:_NAMED])}{more}. Pass one of them.")
         what = "has no run.json with an id" if run.is_dir() else "is not a folder"
         raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
     return CheckpointStore(run, run_id)
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """The paths of the runs in a folder, or in its folders."""
+    with suppress(OSError):
+        found = sorted(folder.glob(f"*/{_RUN}")) or sorted(folder.glob(f"*/*/{_RUN}"))
+        return [str(one.parent) for one in found if run_id_of(one.parent) is not None]
+    return []
 
 
 def run_id_of(run: Path) -> str | None:
     """Return the id in run.json; None if it cannot be read."""
     try:
         with opened(Path(os.path.realpath(run))) as folder:
-            content = parse(bytes_of(folder, "run.json", MANIFEST_BYTES))
+            content = parse(bytes_of(folder, _RUN, MANIFEST_BYTES))
     except (OSError, ValueError):
         return None
     found = content.get("id") if isinstance(content, dict) else None

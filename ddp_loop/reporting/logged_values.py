@@ -108,9 +108,10 @@ class LoggedValues:
         self._waiting.append(_Line(place, time.monotonic() - self._began, values))
         self._is_open = True
 
-    def end_line(self) -> None:
-        """Take the line of the current step as complete."""
-        self._is_open = False
+    def end_line(self, iteration: int | None = None) -> None:
+        """Take the line of the current step as complete; given an iteration, only a line of an earlier one."""
+        if iteration is None or not self._waiting or self._waiting[-1].place["iteration"] < iteration:
+            self._is_open = False
 
     def flush_ready(self) -> None:
         """Hand on the lines of earlier steps whose values have arrived."""

@@ -163,6 +163,7 @@ class RowDispatcher:
     def add(self, moment: RowMeta, names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:
         """Add the row of an update: `values`, shape (len(names),), on any device, and `known` values of the host."""
         self._sent.append(_Sent(moment, names, HostCopy(values), known))
+        self._logged.end_line(moment.iteration)
         if moment.is_last_of_epoch:
             self._logged.end_line()
             self.flush_ready()

@@ -11,18 +11,35 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, TITLE, is_running, read_json, read_text
-from ddp_loop.reporting.jsonl_tail import JsonlTail, columns_of, is_at_an_iteration, is_number
+from ddp_loop.checkpoint import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOGGED,
+    NOTE,
+    ROWS,
+    RUN,
+    STATUS,
+    STOP,
+    TITLE,
+    CheckpointStore,
+    best_of,
+    is_running,
+    read_json,
+    read_text,
+    run_id_of,
+)
+from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, columns_of, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
 TRIAL = "trial.json"
@@ -45,6 +62,7 @@ NO_RUNS_BELOW = frozenset(  # names of folders
 )
 _TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
+_PLACE = frozenset({"epoch", "iteration", "elapsed_s"})  # of a line of logged values
 _MOST_TEXT = 500  # letters of a note, or of a name
 Stamp = tuple[int, int, int]
 Values = npt.NDArray[np.float64]
@@ -78,6 +96,9 @@ class RunRecord:
         state: see `state_of`.
         parameters: those of the trial, or else `Loop(config=...)`; flat, by name.
         rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
+        epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
+        logged: the values of `Loop.log`, by name.
+        score: of `Loop.save`: that of the newest checkpoint with one, and the lowest; None without one.
         steps, of_steps: updates so far, and of the whole run; None if that is unknown.
         epoch, epochs: the epoch of the last update, and the number of epochs; None if unknown.
         elapsed_s: the run's time up to its last row, in seconds; None before the first.
@@ -97,6 +118,9 @@ class RunRecord:
     parameters: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, ValueSummary] = field(default_factory=dict)
     evaluations: dict[str, ValueSummary] = field(default_factory=dict)
+    epoch_means: dict[str, ValueSummary] = field(default_factory=dict)
+    logged: dict[str, ValueSummary] = field(default_factory=dict)
+    score: ValueSummary | None = None
     steps: int = 0
     of_steps: int | None = None
     epoch: int | None = None
@@ -207,8 +231,9 @@ class _RunReader:
         self._folder = folder
         self._turn = threading.Lock()
         self._contents: dict[str, tuple[Stamp | None, Any]] = {}
-        self._rows = _Values(folder / ROWS)
+        self._rows = _Values(folder / ROWS, has_means=True)
         self._evaluations = _Values(folder / EVALUATIONS)
+        self._logged = _Values(folder / LOGGED, beside=_PLACE)
 
     def _content(self, name: str, read: Callable[[Path], Any]) -> Any:
         """What a small file has; None without one."""
@@ -226,7 +251,7 @@ class _RunReader:
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
             wants_lower = {decides: direction != "maximize"} if decides else {}
-            is_behind = [one.update(wants_lower, deadline) for one in (self._evaluations, self._rows)]
+            is_behind = [one.update(wants_lower, deadline) for one in (self._evaluations, self._logged, self._rows)]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
             state = state_of(self._folder, status, trial)
@@ -239,6 +264,9 @@ class _RunReader:
                 dict(parameters) if isinstance(parameters, dict) else {},
                 dict(self._rows.summaries),
                 dict(self._evaluations.summaries),
+                self._rows.epoch_means,
+                dict(self._logged.summaries),
+                self._content(CHECKPOINTS, _score_in),
                 steps=step if state in ENDED and step else max(step, self._rows.iteration),
                 of_steps=total_steps(status),
                 epoch=self._rows.epoch,
@@ -258,15 +286,24 @@ class _RunReader:
 
 
 class _Values:
-    """The last and best values in a file of rows, which grows; damaged and half lines are left out."""
+    """The last and best values in a file of rows, which grows; damaged and half lines are left out.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        beside: the names that are no values; by default those of a row that are neither its loss nor a metric.
+        has_means: whether the values are averaged over each epoch, too.
+    """
+
+    def __init__(self, path: Path, beside: Collection[str] | None = None, *, has_means: bool = False) -> None:
         self._tail = JsonlTail(path)
+        self._beside = beside
+        self._has_means = has_means
         self._stamp: Stamp | None = None
         self._clear()
 
     def _clear(self) -> None:
         self.summaries: dict[str, ValueSummary] = {}
+        self._means: dict[str, _EpochMean] = {}
         self.iteration = 0
         self.epoch: int | None = None
         self.elapsed_s: float | None = None
@@ -297,13 +334,90 @@ class _Values:
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
         for part, columns in columns_of(rows):
-            for name in filter(is_averaged, part[0]):
+            for name in filter(self._is_value, part[0]):
                 lower = wants_lower.get(name, is_lower_better(name))
                 steps, values = (
                     _of_rows(name, part) if columns is None else (columns.column("iteration"), columns.column(name))
                 )
                 if len(values):
                     self.summaries[name] = _summary(steps, values, lower, self.summaries.get(name))
+                    if self._has_means:
+                        self._means.setdefault(name, _EpochMean(lower)).take(_weighted(name, part, columns))
+
+    def _is_value(self, name: str) -> bool:
+        return is_averaged(name) if self._beside is None else name not in self._beside
+
+    @property
+    def epoch_means(self) -> dict[str, ValueSummary]:
+        """The last and best means over an epoch."""
+        return {name: mean.summary for name, mean in self._means.items() if mean.summary is not None}
+
+
+class _EpochMean:
+    """The mean of a value over each epoch, weighted as in the terminal's line.
+
+    Attributes:
+        summary: of the epochs so far, with the current one; None before the first row.
+    """
+
+    def __init__(self, lower: bool) -> None:
+        self._lower = lower
+        self._epoch = -1.0
+        self._sum = self._weight = 0.0
+        self._before: ValueSummary | None = None
+        self.summary: ValueSummary | None = None
+
+    def take(self, rows: Values) -> None:
+        """Take rows, shape (rows, 4), of `_weighted`."""
+        cuts = np.flatnonzero(np.diff(rows[:, 0])) + 1
+        for start, end in pairwise([0, *cuts.tolist(), len(rows)]):
+            if start == end:
+                continue
+            epoch, step = rows[end - 1, :2]
+            if epoch != self._epoch:
+                self._epoch = float(epoch)
+                self._sum = self._weight = 0.0
+                self._before = self.summary
+            with np.errstate(over="ignore", invalid="ignore"):  # such a mean is not finite
+                self._sum += float(rows[start:end, 2] @ rows[start:end, 3])
+                self._weight += float(rows[start:end, 2].sum())
+            mean = self._sum / self._weight if self._weight else math.nan
+            newest = np.array([mean if math.isfinite(mean) else math.nan])
+            self.summary = _summary(np.array([step]), newest, self._lower, self._before)
+
+
+def _weighted(name: str, part: Sequence[Mapping[str, Any]], columns: Columns | None) -> Values:
+    """The epoch, the step, the weight and the value of the rows of steps that were not skipped, shape (rows, 4)."""
+    if columns is not None:
+        known = set(columns.names)
+        by = next((one for one in ("weight", "samples") if one in known), None)
+        weights = np.ones(len(part)) if by is None else columns.column(by)
+        found = np.stack([columns.column("epoch"), columns.column("iteration"), weights, columns.column(name)], axis=1)
+        return found[columns.column("skipped") != 1] if "skipped" in known else found
+    rows = [row for row in part if not row.get("skipped") and (row[name] is None or is_number(row[name]))]
+    cells = [
+        (_count(row.get("epoch")) or 0, row["iteration"], _weight_of(row), math.nan if row[name] is None else row[name])
+        for row in rows
+    ]
+    return np.array(cells, dtype=np.float64).reshape(len(rows), 4)
+
+
+def _weight_of(row: Mapping[str, Any]) -> float:
+    weight = row.get("weight", row.get("samples", 1.0))
+    return float(weight) if is_number(weight) else 0.0
+
+
+def _score_in(checkpoints: Path) -> ValueSummary | None:
+    """The scores of the checkpoints of a run that it has kept."""
+    folder = checkpoints.parent
+    if (run_id := run_id_of(folder)) is None:
+        return None
+    entries = CheckpointStore(folder, run_id).entries()
+    best = best_of(entries)
+    newest = next((one for one in entries if one.problem is None and one.score is not None), None)
+    if best is None or newest is None or newest.score is None:
+        return None
+    return ValueSummary(newest.score, newest.iteration, best.score, best.iteration)
 
 
 def _of_rows(name: str, rows: list[Mapping[str, Any]]) -> tuple[Values, Values]:

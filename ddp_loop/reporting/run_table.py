@@ -14,12 +14,25 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import EVALUATIONS, ROWS, CheckpointStore, best_of, read_json, run_id_of
+from ddp_loop.checkpoint import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOGGED,
+    ROWS,
+    CheckpointInfo,
+    CheckpointStore,
+    best_of,
+    by_score,
+    read_json,
+    run_id_of,
+)
 from ddp_loop.reporting.jsonl_tail import read_lines
+from ddp_loop.reporting.rows import WeightedMeans
 from ddp_loop.reporting.run_records import RunRecord, find_runs, is_lower_better, read_run
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
@@ -40,9 +53,16 @@ _MOST_WHY = 60
 _GAP = 2  # letters of a run's name, of other texts, between two columns
 _OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ranks", "note", "why", "folder")
 Row = Mapping[str, Any]
+_Value = tuple[str, str]  # the file that has it, its name there
+_KINDS = {EVALUATIONS: "evaluated {}", ROWS: "epoch {}", LOGGED: "{}", CHECKPOINTS: "{}"}
 _Found = tuple[float, int | None, RunRecord]  # a value, its step, its run
 _WATCH_S = 1.0
-_EVALUATED = re.compile(r"^eval(?:uated)?\s+", re.IGNORECASE)
+_SCORE = ("score", "best score")
+_FORMS = ("{}", "best {}", "epoch {}", "best epoch {}")
+_PLACEHOLDER = "RUN_DIR"  # in a config, of the run's own folder
+_PARAMETER = 2  # in the ranking
+_DULL = 10  # of a column that is the first to be left out
+_LEAST_WHY = 24
 _BOLD = 1
 _RED = 31  # of any other state: failed, killed, lost
 _COLORS = {"running": 32, "done": 36, "waiting": 2, "starting": 2, "pruned": 2}
@@ -75,28 +95,34 @@ class RunTable:
 def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     """Make the table of some runs, in their order. Parameters that do not differ between them are `common`.
 
-    The columns of a value are "loss" and "best loss", and "eval loss" and "best eval loss" from evaluations. A metric
-    whose name is taken is "metric.NAME", and such a parameter "config.NAME".
+    The columns of a value are "epoch loss" and "best epoch loss", the means over an epoch, "eval loss" and "best eval
+    loss" from evaluations, "NAME" and "best NAME" of `Loop.log`, and "score" and "best score" of `Loop.save`. Not shown
+    are "loss" and "best loss", of single mini-batches. A metric whose name is taken is "metric.NAME", such a parameter
+    "config.NAME", and such a logged value "logged.NAME".
     """
-    taken = set(_OWN)
-    evaluated = _labels((name for one in records for name in one.evaluations), "metric.", taken, "eval ", "best ")
-    measured = _labels((name for one in records for name in ("loss", *one.rows)), "metric.", taken, "", "best ")
+    taken = {*_OWN, *(_SCORE if any(one.score is not None for one in records) else ())}
+    evaluated = _labels((name for one in records for name in one.evaluations), "metric.", taken, "eval ", _FORMS[:2])
+    measured = _labels((name for one in records for name in ("loss", *one.rows)), "metric.", taken, "", _FORMS)
+    labels = _labels((name for one in records for name in one.parameters), "config.", taken)
+    logged = _labels((name for one in records for name in one.logged), "logged.", taken, "", _FORMS[:2])
     values: dict[str, int] = {}
     for name, label in measured.items():
-        values |= {label: 3 if name == "loss" else 6, f"best {label}": 4 if name == "loss" else 7}
+        values |= {f"epoch {label}": 3 if name == "loss" else 6, f"best epoch {label}": 4 if name == "loss" else 7}
     for label in evaluated.values():
         values |= {label: 3, f"best {label}": 5}
-    labels = _labels((name for one in records for name in one.parameters), "config.", taken)
-    rows = [_row_of(one, labels, measured, evaluated) for one in records]
+    for name, label in logged.items():
+        values |= {label: 4 if is_lower_better(name) else 6, f"best {label}": 5 if is_lower_better(name) else 7}
+    rows = [_row_of(one, labels, measured, evaluated, logged) for one in records]
     common = {
         labels[name]: value
         for name, value in records[0].parameters.items()
         if all(name in one.parameters and _is_same(one.parameters[name], value) for one in records)
     }
-    varying = [label for label in labels.values() if label not in common]
-    ranking = {"name": 0, "state": 1, **dict.fromkeys(varying, 2), "objective": 1, **values}
+    common = {label: value for label, value in common.items() if value != _PLACEHOLDER}
+    varying = [label for name, label in labels.items() if label not in common and not _is_placeholder(name, records)]
+    ranking = {"name": 0, "state": 1, **dict.fromkeys(varying, _PARAMETER), "objective": 1, **values}
     failed = any(row.get("state") in _FAILED for row in rows)
-    ranking |= {"steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 2 if failed else 8}
+    ranking |= {"score": 5, "best score": 4, "steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 1 if failed else 8}
     has = {name for row in rows for name, value in row.items() if value is not None}
     shown = [name for name in ranking if name in has]
     if len({row.get("ranks") for row in rows}) < 2:
@@ -104,29 +130,44 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     return RunTable(shown, common, rows, ranking)
 
 
+def _is_placeholder(name: str, records: Sequence[RunRecord]) -> bool:
+    """Whether a parameter is each run's own folder, which says nothing."""
+    return all(one.parameters.get(name, _PLACEHOLDER) == _PLACEHOLDER for one in records)
+
+
 def _is_same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _labels(names: Iterable[str], other: str, taken: set[str], prefix: str = "", best: str = "") -> dict[str, str]:
-    """Return the columns of values by their names, each another one, and count these and their best as taken."""
+def _labels(
+    names: Iterable[str], other: str, taken: set[str], prefix: str = "", forms: Sequence[str] = ("{}",)
+) -> dict[str, str]:
+    """Return the columns of values by their names, each another one, and count these in all forms as taken."""
     labels: dict[str, str] = {}
     for name in dict.fromkeys(names):
         label = f"{prefix}{short_name(name)}"
-        while taken & {label, f"{best}{label}"}:
+        while taken & {form.format(label) for form in forms}:
             label = f"{other}{label}"
-        taken |= {label, f"{best}{label}"}
+        taken |= {form.format(label) for form in forms}
         labels[name] = label
     return labels
 
 
 def _row_of(
-    one: RunRecord, labels: Mapping[str, str], measured: Mapping[str, str], evaluated: Mapping[str, str]
+    one: RunRecord,
+    labels: Mapping[str, str],
+    measured: Mapping[str, str],
+    evaluated: Mapping[str, str],
+    logged: Mapping[str, str],
 ) -> dict[str, Any]:
     row: dict[str, Any] = {labels[name]: value for name, value in one.parameters.items()}
-    for columns, summaries in ((measured, one.rows), (evaluated, one.evaluations)):
+    averaged = {name: f"epoch {label}" for name, label in measured.items()}
+    kinds = [(measured, one.rows), (averaged, one.epoch_means), (evaluated, one.evaluations), (logged, one.logged)]
+    for columns, summaries in kinds:
         for name, summary in summaries.items():
             row |= {columns[name]: summary.last, f"best {columns[name]}": summary.best}
+    if one.score is not None:
+        row |= {"score": one.score.last, "best score": one.score.best}
     row |= {"name": one.name, "state": one.state, "objective": one.value}
     row |= {"steps": one.steps if one.steps else None, "of steps": one.of_steps, "epoch": one.epoch}
     row |= {"time": one.elapsed_s, "ranks": one.ranks, "note": one.note or None, "why": one.why, "folder": one.folder}
@@ -208,7 +249,7 @@ def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
         OSError: the file cannot be written.
     """
     more = ("of steps", "epoch", "ranks", "folder")
-    names = list(dict.fromkeys([*table.columns, *table.common, *more]))
+    names = list(dict.fromkeys([*table.columns, *table.others, *more]))
     with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
         writer = csv.DictWriter(file, names, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -271,11 +312,27 @@ def fitting(table: RunTable, rows: list[dict[str, Any]], width: int | None) -> t
         width: of the terminal, in letters; None for no limit.
     """
     widths = {name: max([len(name), *(len(cell(row, name)) for row in rows)]) for name in table.columns}
+    if table.ranking.get("why", _DULL) < 2:
+        widths["why"] = min(widths.get("why", 0), _LEAST_WHY)  # it is cut
+    ranking = table.ranking | {name: _DULL for name in table.columns if _is_dull(name, table, rows)}
     shown = list(table.columns)
     while width is not None and len(shown) > 1 and sum(widths[name] + _GAP for name in shown) - _GAP > width:
-        place = max(range(len(shown)), key=lambda place: (table.ranking[shown[place]], place))
+        place = max(range(len(shown)), key=lambda place: (ranking[shown[place]], place))
         del shown[place]
     return shown, [name for name in table.columns if name not in shown]
+
+
+def _is_dull(name: str, table: RunTable, rows: list[dict[str, Any]]) -> bool:
+    """Whether a column says nothing of the runs: a number of steps or a parameter that all that have it have alike, or
+    best values that are all the last ones.
+    """
+    if len(rows) < 2:
+        return False
+    if name.startswith("best "):
+        return all(row.get(name) == row.get(name.removeprefix("best ")) for row in rows)
+    if name != "steps" and table.ranking[name] != _PARAMETER:
+        return False
+    return len({(type(row[name]), str(row[name])) for row in rows if name in row}) < 2
 
 
 # -- the commands ------------------------------------------------------------------------------------------
@@ -356,14 +413,15 @@ def _text_of(query: RunQuery, *, is_first: bool) -> str:
         return f"{query.folder}: no run has begun yet"
     table, rows = _selected(query)
     is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else None
+    has_width = is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    width = shutil.get_terminal_size().columns if has_width else None
     heading = f"{len(table.rows)} run{'' if len(table.rows) == 1 else 's'} in {query.folder}"
     if query.where:
         heading += f", {len(rows)} of them with {' and '.join(query.where)}"
     lines = [heading, *_about_sweep(query.folder), *_common_line(table, width), ""]
     shown, left_out = fitting(table, rows, width)
     if rows:
-        lines += _drawn(table, rows, shown, colored=is_terminal and not os.environ.get("NO_COLOR"))
+        lines += _drawn(table, rows, shown, width, colored=is_terminal and not os.environ.get("NO_COLOR"))
     else:
         lines.append("No run meets the conditions.")
     if left_out:
@@ -395,9 +453,14 @@ def _wrapped(text: str, width: int | None) -> list[str]:
     return textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _drawn(table: RunTable, rows: list[dict[str, Any]], shown: list[str], *, colored: bool) -> list[str]:
+def _drawn(
+    table: RunTable, rows: list[dict[str, Any]], shown: list[str], most: int | None, *, colored: bool
+) -> list[str]:
     lines = [shown, *([cell(row, name) for name in shown] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if most is not None and shown[-1] == "why":
+        room = max(_LEAST_WHY, most - sum(widths[:-1]) - _GAP * (len(shown) - 1))
+        lines = [[*line[:-1], _cut(line[-1], room)] for line in lines]
     drawn = []
     for number, line in enumerate(lines):
         texts = []
@@ -420,9 +483,9 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     Args:
         folder: to search.
         say: prints lines.
-        by: the value that decides, from evaluations, or from updates where it was never evaluated; by default the
-            objective of a sweep, and the evaluated loss of other runs. The lowest is the best for losses and errors
-            (see `is_lower_better`), the highest for other values.
+        by: the value that decides, from evaluations, else the means over epochs, else `Loop.log`; by default a sweep's
+            objective, and of other runs the evaluated loss, else the score of `Loop.save`. The lowest is the best for
+            losses, errors (see `is_lower_better`) and scores, the highest for other values.
         highest: whether the highest value is the best one in any case.
 
     Returns:
@@ -442,15 +505,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         found = [one for one in found if one[2].state == "done"]
         missing = "No trial is done with a value."
     else:
-        known = list(dict.fromkeys(name for one in records for name in (*one.evaluations, *one.rows)))
-        # `runs` and the page have a prefix
-        name = "loss" if by is None else column_named(_EVALUATED.sub("", by), sorted(known))
-        lower = not highest and is_lower_better(name)
-        is_evaluated = by is None or any(name in one.evaluations for one in records)
-        found = _best_of_each(records, EVALUATIONS if is_evaluated else ROWS, name, lower=lower)
-        names = ", ".join(map(short_name, known[:5])) or "loss"
-        missing = f"No run has a finite evaluated {by or 'loss'}. Pass --by NAME, such as {names}."
-        name = f"evaluated {name}" if is_evaluated else name
+        name, lower, found, missing = _decided(records, by, highest=highest)
     if not found:
         say(f"{folder}: {missing}")
         return False
@@ -461,7 +516,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         short_name(name): f"{value:.6g}{'' if at is None else f' at step {at}'}, "
         f"the {'lowest' if lower else 'highest'} of {len(found)}",
         "state": record.state,
-        **{f"  {short_name(name)}": short(value) for name, value in record.parameters.items()},
+        **{f"  {short_name(name)}": short(one) for name, one in record.parameters.items() if one != _PLACEHOLDER},
         "folder": str(record.folder),
         "checkpoint": _checkpoint_of(record.folder),
     }
@@ -470,21 +525,88 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     return True
 
 
-def _best_of_each(records: Sequence[RunRecord], file: str, name: str, *, lower: bool) -> list[_Found]:
+def _decided(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> tuple[str, bool, list[_Found], str]:
+    """Return the name of the value that decides, whether the lowest is best, each run's best, and what to say of none.
+
+    Args:
+        records: of the runs.
+        by, highest: as in `best_run`.
+    """
+    values, others = _values_of(records)
+    decides = (EVALUATIONS, "loss") if by is None else {**others, **values}[column_named(by, sorted(values), others)]
+    found = _best_of_each(records, decides, highest=highest)
+    if by is None and not found and "score" in values:
+        decides = values["score"]
+        found = _best_of_each(records, decides, highest=highest)
+    name = _KINDS[decides[0]].format(decides[1])
+    what = "evaluated loss or a score" if by is None else name
+    names = ", ".join(map(short_name, list(values)[:5])) or "loss"
+    missing = f"No run has a finite {what}. Pass --by NAME, such as {names}."
+    return name, not highest and _wants_lower(decides), found, missing
+
+
+def _wants_lower(value: _Value) -> bool:
+    return value[0] == CHECKPOINTS or is_lower_better(value[1])
+
+
+def _values_of(records: Sequence[RunRecord]) -> tuple[dict[str, _Value], dict[str, _Value]]:
+    """Return the values that can decide, by their names, and by the columns of `runs` and of the page."""
+    values: dict[str, _Value] = {}
+    others: dict[str, _Value] = {}
+    kinds = (
+        (EVALUATIONS, ("eval {}", "evaluated {}"), [one.evaluations for one in records]),
+        (ROWS, ("epoch {}",), [one.epoch_means for one in records]),
+        (LOGGED, ("logged.{}",), [one.logged for one in records]),
+        (CHECKPOINTS, (), [{"score": one.score} for one in records if one.score is not None]),
+    )
+    for file, forms, runs in kinds:
+        for name in dict.fromkeys(name for one in runs for name in one):
+            values.setdefault(name, (file, name))
+            for form in ("{}", *forms):
+                others.setdefault(form.format(name), (file, name))
+                others.setdefault(f"best {form.format(name)}", (file, name))
+    return values, others
+
+
+def _best_of_each(records: Sequence[RunRecord], value: _Value, *, highest: bool) -> list[_Found]:
     """Return the best finite value of each run that has one."""
     best = []
+    file, name = value
+    lower = not highest and _wants_lower(value)
     for record in records:
-        lines = [line for line in read_lines(record.folder / file) if line.get(name) is not None]
-        found = [(float(line[name]), line["iteration"], record) for line in lines if math.isfinite(line[name])]
+        lines = _lines_of(record.folder, file)
+        known = [(line.get(name), line["iteration"]) for line in lines]
+        found = [(float(one), step, record) for one, step in known if one is not None and math.isfinite(one)]
         best += [(min if lower else max)(found, key=itemgetter(0))] if found else []
     return best
 
 
+def _lines_of(folder: Path, file: str) -> list[dict[str, Any]]:
+    """The lines of a file; of rows the means over each epoch, and of checkpoints their scores."""
+    if file == CHECKPOINTS:
+        return [{"iteration": one.iteration, "score": one.score} for one in by_score(_entries_of(folder))]
+    lines = read_lines(folder / file)
+    if file != ROWS:
+        return lines
+    means = []
+    for _, rows in groupby(lines, key=lambda line: line.get("epoch")):
+        one = WeightedMeans()
+        for row in rows:
+            one.add(row.get("samples", 1), {name: math.nan if value is None else value for name, value in row.items()})
+        means.append({**one.means(), "iteration": row["iteration"]})
+    return means
+
+
+def _entries_of(folder: Path) -> list[CheckpointInfo]:
+    """The intact checkpoints of a run, the newest first."""
+    run_id = run_id_of(folder)
+    entries = [] if run_id is None else CheckpointStore(folder, run_id).entries()
+    return [one for one in entries if one.problem is None]
+
+
 def _checkpoint_of(folder: Path) -> str:
     """The best checkpoint by its score, else the newest one."""
-    if (run_id := run_id_of(folder)) is None:
-        return "none"
-    entries = [one for one in CheckpointStore(folder, run_id).entries() if one.problem is None]
+    entries = _entries_of(folder)
     if not entries:
         return "none"
     best = best_of(entries)

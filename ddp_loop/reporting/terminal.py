@@ -164,7 +164,7 @@ class Terminal:
         self._rate = Throughput(self._opened - began)
         self._curve = LossCurve()
         self._slow: int | None = None
-        self._logged: dict[str, float] = {}  # since the last line of an epoch
+        self._logged: dict[int, dict[str, float]] = {}  # by epoch, of those whose line is still to come
         self._view: ProgressView | None = None
         self._drawn = self._opened
         self._lock = threading.RLock()
@@ -211,9 +211,13 @@ class Terminal:
     def take_logged(self, values: Mapping[str, float], epoch: int) -> None:
         """Take values that the script logged: for the epoch's line, or a line of their own after it."""
         with self._lock:
-            is_over = self._last is not None and self._last.is_last_of_epoch and self._last.epoch == epoch
+            last = self._last
+            is_over = last is not None and (last.epoch > epoch or (last.epoch == epoch and last.is_last_of_epoch))
             if not is_over:
-                self._logged.update(values)
+                self._logged.setdefault(epoch, {}).update(values)
+            elif self._view is not None and self._view.epoch == epoch:
+                names = {*self._view.logged, *values}
+                self._view = replace(self._view, values={**self._view.values, **values}, logged=names)
         if is_over:
             self._say(", ".join([f"Epoch: {epoch}", *(f"{name}: {as_number(one)}" for name, one in values.items())]))
 
@@ -273,17 +277,18 @@ class Terminal:
         if "loss" in means:
             self._curve.add(means["loss"], late.rows)
         beside = {name: value for name, value in self._values.items() if _is_beside(name)}
+        logged = self._logged.get(moment.epoch, {})
         return ProgressView(
             self._extent,
             moment.epoch,
             moment.iteration,
-            means | self._logged | beside,
+            means | logged | beside,
             self._rate.take(moment.elapsed_s, late.samples),
             moment.elapsed_s,
             self._extent.left_s(moment.iteration, time.monotonic() - self._opened),
             self._curve.points,
             self._slow,
-            frozenset(self._logged),
+            frozenset(logged),
         )
 
     def _epoch_line(self, epoch: int) -> str:
@@ -292,8 +297,7 @@ class Terminal:
             f"Epoch: {epoch}",
             *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means().items()),
         ]
-        parts += [f"{name}: {as_number(value)}" for name, value in self._logged.items()]
-        self._logged = {}
+        parts += [f"{name}: {as_number(value)}" for name, value in self._logged.pop(epoch, {}).items()]
         if means.skipped:
             parts.append(f"{means.skipped} steps skipped, not finite")
         for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):

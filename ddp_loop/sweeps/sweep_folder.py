@@ -20,6 +20,7 @@ from ddp_loop.checkpoint import (
     explained,
     hide_secrets,
     is_locked,
+    program,
     read_json,
     read_text,
     write_atomic,
@@ -57,8 +58,8 @@ def begun_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, A
                 ending.callback(FileLock(folder / SWEEP_LOCK, "sweep").close)
             except Locked as error:
                 raise ValueError(
-                    f"The sweep in {folder} is run by {error}. To help it, start python -m ddp_loop sweep work "
-                    f"{folder}. To stop it, start python -m ddp_loop stop {folder}."
+                    f"The sweep in {folder} is run by {error}. To help it, start {program()} sweep work "
+                    f"{folder}. To stop it, start {program()} stop {folder}."
                 ) from None
             found = _begin(folder, facts)
         yield found

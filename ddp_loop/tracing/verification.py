@@ -110,6 +110,15 @@ def last_output(folder: Path, lines: int = 12) -> str:
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 
+_KINDS = {
+    "row": "the losses and metrics",
+    "gradient": "the gradients",
+    "parameter": "the parameters",
+    "buffer": "the buffers",
+    "state": "the optimizer's and other state",
+}
+
+
 def _ranks(trace: Trace) -> str:
     return counted(trace.head["ranks"], "rank")
 
@@ -296,7 +305,10 @@ def _following(reference: list[Trace], found: list[Trace], job: VerifyJob, folde
     request = TraceRequest(folder, job.steps, found[0].folder.parent, rounding)
     again = run_on(reference[0].head["ranks"], job, request)
     verdict = _against(again, found, job.tolerance)
-    line = f"against {_ranks(again[0])} with these gradients, equal up to rounding, in the optimizer's step:"
+    line = (
+        "The gradients are equal up to rounding, which an optimizer can enlarge. So the steps were made again on "
+        f"{_ranks(again[0])} with the gradients of {_ranks(found[0])}:"
+    )
     return replace(verdict, lines=(line, *verdict.lines), same_bits=False)
 
 
@@ -315,7 +327,8 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
     lines = tuple(
-        f"{kind}: at most {each.tolerances:.2%} of what rounding explains (`{each.name}`, step {each.step})"
+        f"largest difference of {_KINDS[kind]}: `{each.name}` in step {each.step}, {each.tolerances:.2%} of the "
+        "tolerance for rounding"
         for kind, each in largest.items()
     )
     same_shards = one.head["shards"] == other.head["shards"]

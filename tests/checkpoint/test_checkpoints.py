@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -24,6 +25,7 @@ from ddp_loop.checkpoint.storage import MANIFEST, TENSORS, CorruptCheckpoint
 from ddp_loop.cli import list_checkpoints
 from tests.faults import kill_while_saving
 from tests.support.paths import ROOT
+from tests.support.serving import write_run
 
 
 @pytest.fixture
@@ -287,6 +289,16 @@ def test_a_path_that_is_no_run_is_refused_by_the_list(tmp_path: Path) -> None:
         list_checkpoints(tmp_path)
     with pytest.raises(ValueError, match=r"is not a folder\. Pass"):
         list_checkpoints(tmp_path / "none")
+
+
+@pytest.mark.parametrize("below", ["", "trials"])
+def test_a_folder_of_runs_is_named_with_some_of_them(below: str, tmp_path: Path) -> None:
+    for name in "dbcae":
+        write_run(tmp_path / below / name, [], status="done")
+    (tmp_path / below / "other").mkdir()
+    named = ", ".join(str(tmp_path / below / name) for name in "abc")
+    with pytest.raises(ValueError, match=re.escape(f"folder of runs: {named} and 2 more. Pass one of them.")):
+        list_checkpoints(tmp_path)
 
 
 @pytest.mark.slow

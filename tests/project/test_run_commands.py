@@ -77,10 +77,10 @@ def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys
     lines = printed(capsys, "runs", runs)
     assert lines[:3] == [f"3 runs in {runs}", "All with data=digits", ""]
     head, *rows = cells(lines)
-    names = ["name", "state", "rate", "width", "loss", "best loss", "accuracy", "best accuracy"]
+    names = ["name", "state", "rate", "width", "epoch loss", "best epoch loss", "epoch accuracy", "best epoch accuracy"]
     assert head == [*names, "eval loss", "best eval loss", "steps", "time"]
-    assert rows[0] == ["a", "done", "0.1", "8", "2", "1", "0.3", "0.3", "1.5", "0.5", "3", "0:00"]
-    assert rows[1][:6] == ["b", "failed", "0.01", "8", "5", "5"]
+    assert rows[0] == ["a", "done", "0.1", "8", "2", "2", "0.2", "0.2", "1.5", "0.5", "3", "0:00"]
+    assert rows[1][:6] == ["b", "failed", "0.01", "8", "4.14e+26", "4.14e+26"]
     assert rows[2][:6] == ["deep/c", "done", "1", "16", "nan", "-"]
 
 
@@ -153,6 +153,79 @@ def test_a_sweep_is_shown_in_the_order_of_its_trials_with_its_objective(sweep: P
     ]
 
 
+def add_epochs(folder: Path, losses: list[tuple[int, int, float]]) -> Path:
+    """A run with a line of logged values after its two epochs; each loss comes with its epoch and weight."""
+    lines = [
+        row(k) | {"epoch": epoch, "weight": weight, "loss": loss} for k, (epoch, weight, loss) in enumerate(losses, 1)
+    ]
+    run = write_run(folder, lines, status="done", iteration=len(lines))
+    logged = [(1, 2, 0.5), (2, len(lines), 0.75)]
+    write_lines(
+        run / "logged.jsonl",
+        [{"epoch": epoch, "iteration": k, "val_loss": one, "elapsed_s": 1.0} for epoch, k, one in logged],
+    )
+    return run
+
+
+@pytest.mark.covers("E4")
+@pytest.mark.parametrize("more", [0, 10])
+def test_a_loss_is_the_mean_over_its_epoch_as_in_the_terminal(more: int, tmp_path: Path, capsys: Said) -> None:
+    add_epochs(tmp_path / "a", [(1, 1, 2.0), (1, 3, 4.0), (2, 1, 9.0), *([(2, 1, 9.0)] * more)])
+    write_lines(tmp_path / "a/evaluations.jsonl", [])
+    head, found = cells(printed(capsys, "runs", tmp_path))
+    shown = dict(zip(head, found, strict=True))
+    assert (shown["epoch loss"], shown["best epoch loss"], "loss" in head) == ("9", "3.5", False)
+    assert "epoch loss  3.5 at step 2, the lowest of 1" in printed(capsys, "best", tmp_path, "--by", "loss")
+    for name in ("loss", "best loss", "epoch loss"):
+        assert len(cells(printed(capsys, "runs", tmp_path, "--sort", name))) == 2
+
+
+def test_a_skipped_step_is_not_in_the_mean_over_its_epoch(tmp_path: Path, capsys: Said) -> None:
+    for number, count in enumerate((2, 20)):  # few rows, and columns of them
+        lines = [row(k) | {"loss": 2.0, "skipped": 0} for k in range(1, count)]
+        write_run(tmp_path / str(number), [*lines, row(count) | {"loss": None, "skipped": 1}])
+    for line in cells(printed(capsys, "runs", tmp_path))[1:]:
+        assert line[2] == "2"
+
+
+@pytest.mark.covers("E4", "G4")
+def test_what_the_script_logs_is_a_column_and_decides(tmp_path: Path, capsys: Said) -> None:
+    add_epochs(tmp_path / "a", [(1, 1, 2.0), (1, 3, 4.0), (2, 1, 9.0)])
+    other = add_epochs(tmp_path / "b", [(1, 1, 2.0), (1, 3, 4.0)])
+    write_lines(other / "logged.jsonl", [{"epoch": 1, "iteration": 2, "val_loss": 0.625, "name": 7.0}])
+    lines = cells(printed(capsys, "runs", tmp_path, "--sort", "val_loss"))
+    shown = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    assert [(one["name"], one["val_loss"], one["best val_loss"]) for one in shown] == [
+        ("b", "0.625", "0.625"),
+        ("a", "0.75", "0.5"),
+    ]
+    assert "logged.name" in lines[0]
+    for name in ("val_loss", "best val_loss", "Val Loss"):
+        said = printed(capsys, "best", tmp_path, "--by", name)
+        assert said[0].split() == ["run", "a"]
+        assert "val_loss    0.5 at step 2, the lowest of 2" in said
+
+
+def test_without_an_evaluated_loss_the_score_of_a_checkpoint_decides(tmp_path: Path, capsys: Said) -> None:
+    for name, scores in (("a", (0.5, 0.75)), ("b", (0.625, 0.25)), ("c", ())):
+        run = add_run(tmp_path / name, {}, [1.0])
+        store = CheckpointStore(run, "0123456789abcdef")
+        for iteration, score in enumerate((*scores, None), 1):
+            store.write(SerializedState({}, {}), iteration=iteration, facts={}, score=score)
+    lines = cells(printed(capsys, "runs", tmp_path, "--sort", "score"))
+    shown = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    assert [(one["name"], one["score"], one["best score"]) for one in shown] == [
+        ("b", "0.25", "0.25"),
+        ("a", "0.75", "0.5"),
+        ("c", "-", "-"),
+    ]
+    for arguments in ([], ["--by", "score"], ["--by", "best score"]):
+        said = printed(capsys, "best", tmp_path, *arguments)
+        assert said[0].split() == ["run", "b"]
+        assert "score       0.25 at step 2, the lowest of 2" in said
+    assert "0.75 at step 2, the highest of 2" in printed(capsys, "best", tmp_path, "--highest")[1]
+
+
 @pytest.mark.parametrize("command", ["runs", "best"])
 def test_a_folder_without_runs_is_refused(command: str, tmp_path: Path, capsys: Said) -> None:
     (tmp_path / "file").touch()
@@ -180,7 +253,7 @@ def test_an_unknown_column_is_refused_with_the_nearest_one(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("columns", [80, 160])
 @pytest.mark.parametrize("colored", [True, False])
 def test_a_terminal_gets_what_fits(
     columns: int, colored: bool, runs: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +265,7 @@ def test_a_terminal_gets_what_fits(
     assert ("\x1b[" in "".join(lines)) == colored
     plain = [re.sub(r"\x1b\[\d+m", "", line) for line in lines[1:]]
     assert max(map(len, plain)) <= columns
-    assert ("best accuracy" in plain[plain.index("") + 1]) == (columns == 140)
+    assert ("best epoch accuracy" in plain[plain.index("") + 1]) == (columns == 160)
     assert any(line.startswith("Left out for want of width: ") for line in plain) == (columns == 80)
 
 
@@ -227,7 +300,7 @@ def test_a_value_is_written_short(value: object, text: str) -> None:
     [
         ([], ["b", "evaluated loss  0.25 at step 1, the lowest of 2", "rate          0.01"]),
         (["--highest", "--by", "loss"], ["a", "evaluated loss  1.5 at step 2, the highest of 2"]),
-        (["--by", "Accuracy"], ["a", "accuracy    0.3 at step 3, the highest of 3"]),
+        (["--by", "Accuracy"], ["a", "epoch accuracy  0.2 at step 3, the highest of 3"]),
     ],
 )
 def test_best_is_the_run_with_the_best_evaluated_loss(
@@ -261,7 +334,10 @@ def test_the_best_run_is_shown_with_its_best_checkpoint(runs: Path, capsys: Said
 def test_where_nothing_was_evaluated_there_is_no_best_run(tmp_path: Path, capsys: Said) -> None:
     add_run(tmp_path / "a", {}, [1.0])
     assert main(["best", str(tmp_path)]) == 1
-    assert "No run has a finite evaluated loss. Pass --by NAME, such as loss, accuracy." in capsys.readouterr().out
+    assert (
+        "No run has a finite evaluated loss or a score. Pass --by NAME, such as loss, accuracy."
+        in capsys.readouterr().out
+    )
     assert "1 at step 1, the lowest of 1" in printed(capsys, "best", tmp_path, "--by", "loss")[1]
 
 
@@ -286,3 +362,31 @@ def test_the_table_has_the_error_of_a_failed_run_also_where_it_is_narrow(tmp_pat
     add_run(tmp_path / "bad", {"rate": 0.2, "dropout": 0.5}, [1.0, 0.5], status="failed", why=why)
     assert main(["runs", str(tmp_path)]) == 0
     assert "ValueError: no image 7 (rank 1, step 70)" in capsys.readouterr().out
+
+
+WHY = "ValueError: the tokenizer has no id for a word of this sample, which is"
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_narrow_table_keeps_the_reason_and_leaves_out_what_is_alike(
+    columns: int, tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = {"run": "RUN_DIR"}
+    add_run(tmp_path / "begun", {"rate": 0.1, "depth": 3}, [1.0, 0.5])
+    add_run(tmp_path / "good", {"rate": 0.1, "depth": 3, "size": 7} | folder, [1.0, 0.5])
+    add_run(tmp_path / "bad", {"rate": 0.2, "depth": 4, "size": 7} | folder, [1.0, 0.25], status="failed", why=WHY)
+    monkeypatch.setenv("COLUMNS", str(columns))  # it is no terminal
+    lines = printed(capsys, "runs", tmp_path)
+    assert max(map(len, lines[1:])) <= columns
+    head, bad, *_ = cells(lines)
+    assert ("why" in head, "run" in head, bad[-1][:20]) == (True, False, WHY[:20])
+    assert {"rate", "depth", "epoch loss"} <= {*head}
+    alike = {"size", "best epoch accuracy", "steps"}
+    assert alike & {*head} == (set() if columns == 80 else alike)
+
+
+def test_a_placeholder_of_the_run_folder_is_not_shown(tmp_path: Path, capsys: Said) -> None:
+    for name in ("a", "b"):
+        add_run(tmp_path / name, {"run": "RUN_DIR", "data": "digits"}, [1.0], evaluated=1.0)
+    assert "RUN_DIR" not in "".join(printed(capsys, "runs", tmp_path))
+    assert "RUN_DIR" not in "".join(printed(capsys, "best", tmp_path))

@@ -73,6 +73,14 @@ def test_what_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert (read_run(other).rows["loss"].best, read_run(other).rows["loss"].best_at) == (None, None)
 
 
+@pytest.mark.parametrize("many", [2, 20])  # few rows, and columns of them
+def test_a_mean_beyond_the_largest_float_is_not_finite(many: int, tmp_path: Path) -> None:
+    lines = [row(k) | {"epoch": 1, "loss": 1.5} for k in range(1, many)]
+    run = write_run(tmp_path / "one", [*lines, row(many) | {"epoch": 2, "loss": 1e308}])
+    loss = read_run(run).epoch_means["loss"]
+    assert (math.isnan(loss.last), loss.at, loss.best, loss.best_at) == (True, many, 1.5, many - 1)
+
+
 def test_damaged_and_half_lines_are_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(1), row(2)])
     with (run / "rows.jsonl").open("ab") as file:

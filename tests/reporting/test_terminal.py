@@ -215,6 +215,47 @@ def test_lines_keep_the_letters_of_a_name_and_show_logged_names_as_they_are(monk
     assert said[-1] == "Epoch: 1, Loss: 1.0000, MIoU: 0.5000, d/Norm: 2.0000"
 
 
+def test_a_value_that_is_logged_after_an_epoch_is_never_on_the_next_ones_line() -> None:
+    said = list[str]()
+    shown = Terminal(said.append, TrainingLength(), 0.0, None)
+    for epoch in (1, 2):
+        shown.take(RowMeta(epoch, 2 * epoch - 1, 4, 0.1, False), {"loss": 1.0})
+        if epoch == 2:
+            shown.take_logged({"val_loss": 0.1}, 1)  # it arrives when the next epoch has begun
+        shown.take_logged({"val_loss": 0.3}, 3)  # before the rows of its epoch
+        shown.take(RowMeta(epoch, 2 * epoch, 4, 0.2, True), {"loss": 1.0})
+    shown.take_logged({"val_loss": 0.2}, 2)
+    assert said == ["Epoch: 1, Loss: 1.0000", "Epoch: 1, val_loss: 0.1000", "Epoch: 2, Loss: 1.0000", said[-1]]
+    assert said[-1] == "Epoch: 2, val_loss: 0.2000"
+
+
+def test_the_last_view_has_what_was_logged_after_the_last_epoch() -> None:
+    display = Looked()
+    shown = Terminal(list[str]().append, TrainingLength(), 0.0, display)
+    shown.take_logged({"val_loss": 0.5, "rate": 1.0}, 1)
+    shown.take(RowMeta(1, 1, 4, 0.1, True), {"loss": 1.0})
+    shown.take_logged({"val_loss": 0.25}, 1)
+    shown.close()
+    assert display.views[-1].values == {"loss": 1.0, "val_loss": 0.25, "rate": 1.0}
+    assert ", val_loss: 0.2500, " in display.views[-1].line()
+
+
+def test_what_follows_an_epoch_is_shown_with_the_next_row() -> None:
+    shown = list[tuple[int, float]]()
+    files = RunFiles(None, 0, print)
+    sinks = SinkCalls([], print)
+    logged = LoggedValues(files, sinks, 0.0, lambda values, epoch: shown.append((epoch, values["val_loss"])))
+    rows = RowDispatcher(files.open(ROWS, "keep"), sinks, logged, None, 0.0)
+    rows.add(RowMeta(1, 1, 4, 0.1, True), ("loss",), torch.ones(1), {})
+    logged.add(1, 1, {"val_loss": 0.5})
+    rows.flush_ready()
+    assert shown == []  # its step may log it again
+    rows.add(RowMeta(2, 2, 4, 0.2, False), ("loss",), torch.ones(1), {})
+    rows.flush_ready()
+    assert shown == [(1, 0.5)]
+    rows.close()
+
+
 @pytest.mark.covers("A12")
 @pytest.mark.parametrize(
     ("name", "samples", "said"),

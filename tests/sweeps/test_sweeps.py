@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,14 @@ def test_a_sweep_ends_with_its_best_trial_if_one_has_a_value(
     said: list[str] = []
     say_results(results, Path("s"), Objective("loss", direction), said.append)
     assert said == ["4 trials: 3 done, 1 pruned", *best]
+
+
+@pytest.mark.parametrize(("typed", "shown"), [("/bin/ddp_loop", "ddp_loop"), ("/x/__main__.py", "python -m ddp_loop")])
+def test_the_command_for_failed_trials_is_written_as_the_user_types_it(
+    typed: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [typed, "sweep", "s.toml"])
+    said: list[str] = []
+    failed = TrialResult(0, {}, "failed", None, "ValueError", Path("s/trials/0000"))
+    say_results([failed], Path("s"), Objective("loss", "minimize"), said.append)
+    assert said[-1] == f"Run them again: {shown} sweep again s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -308,3 +309,27 @@ def test_a_faulty_script_is_unequal_and_the_cause_is_named(script: str, pool: Po
     assert where in found
     assert why in found
     assert (SCALES in found) == (why == SCALES)
+
+
+ROUNDING = """
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)  # the first bias has a gradient of rounding
+    model = dl.sync_batch_norm(nn.Sequential(*layers), world)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in go(world, (x, y), dict(model=model, optimizer=optimizer)):
+        for a, b in step:
+            step.backward(F.cross_entropy(model(a), b))
+        step.fold()
+        optimizer.step()
+"""
+
+
+@pytest.mark.covers("H9")
+def test_what_is_equal_up_to_rounding_is_said_in_plain_words(pool: Pool, tmp_path: Path) -> None:
+    equal, said = verdict_of(write(tmp_path, HEAD + ROUNDING), pool, (1, 2), steps=3)
+    assert equal, said
+    again = "So the steps were made again on 1 rank with the gradients of 2 ranks:"
+    assert f"The gradients are equal up to rounding, which an optimizer can enlarge. {again}\n" in said
+    largest = (
+        r"  largest difference of the gradients: `gradient of model\.\S+` in step \d, [\d.]+% of the tolerance for "
+    )
+    assert re.search(f"^{largest}rounding$", said, re.MULTILINE)
