@@ -413,8 +413,7 @@ def _text_of(query: RunQuery, *, is_first: bool) -> str:
         return f"{query.folder}: no run has begun yet"
     table, rows = _selected(query)
     is_terminal = sys.stdout.isatty()
-    has_width = is_terminal or os.environ.get("COLUMNS", "").isdecimal()
-    width = shutil.get_terminal_size().columns if has_width else None
+    width = shutil.get_terminal_size().columns if is_terminal else None
     heading = f"{len(table.rows)} run{'' if len(table.rows) == 1 else 's'} in {query.folder}"
     if query.where:
         heading += f", {len(rows)} of them with {' and '.join(query.where)}"

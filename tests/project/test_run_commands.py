@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -375,7 +376,9 @@ def test_a_narrow_table_keeps_the_reason_and_leaves_out_what_is_alike(
     add_run(tmp_path / "begun", {"rate": 0.1, "depth": 3}, [1.0, 0.5])
     add_run(tmp_path / "good", {"rate": 0.1, "depth": 3, "size": 7} | folder, [1.0, 0.5])
     add_run(tmp_path / "bad", {"rate": 0.2, "depth": 4, "size": 7} | folder, [1.0, 0.25], status="failed", why=WHY)
-    monkeypatch.setenv("COLUMNS", str(columns))  # it is no terminal
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     lines = printed(capsys, "runs", tmp_path)
     assert max(map(len, lines[1:])) <= columns
     head, bad, *_ = cells(lines)
