@@ -129,21 +129,19 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def program() -> str:
-    """How this process was called: by the name of the command, or as a module."""
-    return "ddp_loop" if Path(sys.argv[0]).name == "ddp_loop" else "python -m ddp_loop"
-
-
 def _version() -> str:
     versions = [f"{name} {metadata.version(name)}" for name in ("ddp_loop", "torch")]
     return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
 def _parser() -> argparse.ArgumentParser:
+    from ddp_loop.elastic import program_name
+
+    program = program_name()
     parser = _Parser(
-        prog=program(),
+        prog=program,
         description="Custom data-parallel training loops: the loop of one device, run on N.",
-        epilog=f"`{program()} COMMAND --help` explains a command. For example: {program()} {EXAMPLES['run']}",
+        epilog=f"`{program} COMMAND --help` explains a command. For example: {program} {EXAMPLES['run']}",
     )
     parser.add_argument("--version", action="version", version=_version())
     parser.add_argument(
@@ -160,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=what,
             description=f"{what[0].upper()}{what[1:]}.",
-            epilog=f"Example: {program()} {EXAMPLES[name]}\n{ends}",
+            epilog=f"Example: {program} {EXAMPLES[name]}\n{ends}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **more,
         )
@@ -404,13 +402,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _how_to_resume(words: list[str]) -> str:
     """What to say of `resume`, which is no command, but a word that other tools have."""
     from ddp_loop.checkpoint import STATUS, lacks_secret, read_json, way_on
+    from ddp_loop.elastic import program_name
 
     fact = "There is no command 'resume'. A run resumes when its script is started again"
     for word in words:
         status = read_json(Path(word) / STATUS) or {}
         if command := way_on(status):
             return " ".join(filter(None, (f"{fact}: {command}", lacks_secret(status))))
-    return f"{fact}, for example: {program()} {EXAMPLES['run']}"
+    return f"{fact}, for example: {program_name()} {EXAMPLES['run']}"
 
 
 def _refusals() -> tuple[type[Exception], ...]:
@@ -426,7 +425,7 @@ def _run(arguments: list[str], typed: list[str] | None) -> int:
     try:
         from ddp_loop.elastic import run_command
 
-        return run_command(arguments, typed, program())
+        return run_command(arguments, typed)
     except (ValueError, ImportError) as error:
         print(f"ddp_loop run: {error}", file=sys.stderr)
         return FAILED

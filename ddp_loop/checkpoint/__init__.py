@@ -42,7 +42,7 @@ from ddp_loop.checkpoint.run_folder import (
     stop_and_wait,
 )
 from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
-from ddp_loop.checkpoint.starting import Start, lacks_secret, program, start_command, way_on, words_to_go_on
+from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on, words_to_go_on
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import (
     CHECKPOINTS,
@@ -108,7 +108,6 @@ __all__ = [
     "load",
     "names_of_hidden",
     "opened",
-    "program",
     "read_json",
     "read_text",
     "run_id_of",

@@ -91,11 +91,6 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
     return change + shlex.join(hide_secrets(words))  # an older version kept secrets
 
 
-def program() -> str:
-    """How this process was called: by the name of the command, or as a module."""
-    return "ddp_loop" if Path(sys.argv[0]).name == "ddp_loop" else "python -m ddp_loop"
-
-
 def words_to_go_on() -> str:
     """The lines with the command that resumes this run, without its secrets."""
     here = None

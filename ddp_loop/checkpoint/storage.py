@@ -31,6 +31,7 @@ from ddp_loop.checkpoint.atomic_files import (
     sync_folder,
     write_new,
 )
+from ddp_loop.checkpoint.run_folder import RUN
 from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree, parse
 
 # [Note: Whole or absent] A checkpoint is written to a folder of another name, its files and the folder are flushed to
@@ -44,7 +45,6 @@ from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree
 # checkpoint that is intact. So it ends the start.
 
 CHECKPOINTS = "checkpoints"  # in a run folder
-_RUN = "run.json"
 _NAMED = 3  # runs in a message
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
@@ -325,7 +325,7 @@ def store_of(run: Path) -> CheckpointStore:
 def _runs_in(folder: Path) -> list[str]:
     """The paths of the runs in a folder, or in its folders."""
     with suppress(OSError):
-        found = sorted(folder.glob(f"*/{_RUN}")) or sorted(folder.glob(f"*/*/{_RUN}"))
+        found = sorted(folder.glob(f"*/{RUN}")) or sorted(folder.glob(f"*/*/{RUN}"))
         return [str(one.parent) for one in found if run_id_of(one.parent) is not None]
     return []
 
@@ -334,7 +334,7 @@ def run_id_of(run: Path) -> str | None:
     """Return the id in run.json; None if it cannot be read."""
     try:
         with opened(Path(os.path.realpath(run))) as folder:
-            content = parse(bytes_of(folder, _RUN, MANIFEST_BYTES))
+            content = parse(bytes_of(folder, RUN, MANIFEST_BYTES))
     except (OSError, ValueError):
         return None
     found = content.get("id") if isinstance(content, dict) else None

@@ -49,6 +49,7 @@ class Stops:
 
     Attributes:
         watchdog: as given.
+        asked_here: why the script of this rank asked for a stop; None without a request.
     """
 
     def __init__(self, place: RankEnv, watchdog: Watchdog, gather: Callable[[], Sequence[str | None]]) -> None:
@@ -58,13 +59,14 @@ class Stops:
         watchdog.look_for_stop = self._look
         watchdog.say = self._say
         self._loops: list[Stoppable] = []  # those with handlers, the innermost last
+        self.asked_here: str | None = None
         self._has_begun = False  # whether any loop had handlers, on every rank alike
         self._why = ""  # the reason of the last stop
 
     @property
     def asked(self) -> str | None:
         """Why the ranks were asked to stop, as far as this one knows; None without a request."""
-        return self.watchdog.stop
+        return self.asked_here or self.watchdog.stop
 
     @property
     def can_stop_here(self) -> bool:
@@ -78,7 +80,7 @@ class Stops:
 
     def ask(self, why: str) -> None:
         """Ask all ranks to stop at the next place where they agree on it."""
-        self.watchdog.stop = self.watchdog.stop or why
+        self.asked_here = why
 
     def install_handlers(self, loop: Stoppable) -> None:
         """Take SIGINT, SIGTERM and what asks the loop as requests to stop, until `restore_handlers`."""
@@ -112,6 +114,7 @@ class Stops:
         for loop in reversed(self._loops):
             if loop is not inner:
                 loop.stop_here(why)
+        self.asked_here = None
         self._why = why
         self.watchdog.stop_followed()
         return why

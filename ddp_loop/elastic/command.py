@@ -35,19 +35,17 @@ def add_run(add: Callable[..., Any]) -> None:
     add("run", lambda options: False, "start a script on several ranks of this machine, or of several", add_help=False)
 
 
-def run_command(
-    arguments: Sequence[str], typed: Sequence[str] | None = None, program: str = "python -m ddp_loop"
-) -> int:
+def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) -> int:
     """Start the ranks of a script, wait until they have ended, and return the exit code.
 
     Args:
         arguments: of the command line, after `run`.
         typed: the whole command, as it starts the run again; by default one made of `arguments`.
-        program: how the help names this program.
 
     Raises:
         ValueError: an option has no such value, or the script does not exist.
     """
+    program = program_name()
     options = _parse(arguments, program)
     _check_script(options)
     asked = options.nproc_per_node
@@ -92,6 +90,11 @@ def _misplaced_ranks(options: argparse.Namespace, program: str) -> str | None:
         "ddp_loop run: what follows SCRIPT is the script's, and --ranks is an option of run. If it was meant so: "
         f"{shlex.join(typed).replace(shlex.quote(program), program)}\n"
     )
+
+
+def program_name() -> str:
+    """How this process was called: by the name of the command, or as a module."""
+    return "ddp_loop" if Path(sys.argv[0]).name == "ddp_loop" else "python -m ddp_loop"
 
 
 class _Parser(argparse.ArgumentParser):

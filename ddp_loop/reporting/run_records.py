@@ -97,8 +97,9 @@ class RunRecord:
         parameters: those of the trial, or else `Loop(config=...)`; flat, by name.
         rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
         epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
+            This and the next two are read for a table alone.
         logged: the values of `Loop.log`, by name.
-        score: of `Loop.save`: that of the newest checkpoint with one, and the lowest; None without one.
+        score: the newest and the lowest score of the checkpoints; None if none has one.
         steps, of_steps: updates so far, and of the whole run; None if that is unknown.
         epoch, epochs: the epoch of the last update, and the number of epochs; None if unknown.
         elapsed_s: the run's time up to its last row, in seconds; None before the first.
@@ -201,13 +202,16 @@ def _runs_below(top: Path) -> Iterator[Path]:
             yield Path(place)
 
 
-def read_run(folder: Path, below: Path | None = None, deadline: float = math.inf) -> RunRecord:
+def read_run(
+    folder: Path, below: Path | None = None, deadline: float = math.inf, *, for_table: bool = False
+) -> RunRecord:
     """Read a run folder; what is missing or damaged is left out. Several threads may call this.
 
     Args:
         folder: of the run.
         below: the folder that was searched, from which the run's name starts; by default the folder's parent.
         deadline: by time.monotonic(), after which further rows are left for the next call.
+        for_table: whether to read the means over epochs, logged values and scores too, which the page does not show.
 
     Returns:
         Its record. Of each value the best one is the lowest or the highest finite one, see `is_lower_better`; of a
@@ -216,22 +220,23 @@ def read_run(folder: Path, below: Path | None = None, deadline: float = math.inf
     folder = Path(os.path.abspath(folder))
     above = folder.parent if below is None else Path(os.path.abspath(below))
     name = folder.name if folder == above else os.path.relpath(folder, above)
-    return _reader_of(folder).read(name, deadline)
+    return _reader_of(folder, for_table).read(name, deadline)
 
 
 @lru_cache(maxsize=20_000)
-def _reader_of(folder: Path) -> _RunReader:
-    return _RunReader(folder)
+def _reader_of(folder: Path, for_table: bool) -> _RunReader:
+    return _RunReader(folder, for_table)
 
 
 class _RunReader:
     """Reads one run folder again and again. See [Note: Again and again]."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, for_table: bool) -> None:
         self._folder = folder
+        self._for_table = for_table
         self._turn = threading.Lock()
         self._contents: dict[str, tuple[Stamp | None, Any]] = {}
-        self._rows = _Values(folder / ROWS, has_means=True)
+        self._rows = _Values(folder / ROWS, has_means=for_table)
         self._evaluations = _Values(folder / EVALUATIONS)
         self._logged = _Values(folder / LOGGED, beside=_PLACE)
 
@@ -251,7 +256,8 @@ class _RunReader:
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
             wants_lower = {decides: direction != "maximize"} if decides else {}
-            is_behind = [one.update(wants_lower, deadline) for one in (self._evaluations, self._logged, self._rows)]
+            files = [self._evaluations, *([self._logged] if self._for_table else []), self._rows]
+            is_behind = [one.update(wants_lower, deadline) for one in files]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
             state = state_of(self._folder, status, trial)
@@ -266,7 +272,7 @@ class _RunReader:
                 dict(self._evaluations.summaries),
                 self._rows.epoch_means,
                 dict(self._logged.summaries),
-                self._content(CHECKPOINTS, _score_in),
+                self._content(CHECKPOINTS, _score_in) if self._for_table else None,
                 steps=step if state in ENDED and step else max(step, self._rows.iteration),
                 of_steps=total_steps(status),
                 epoch=self._rows.epoch,
@@ -290,7 +296,7 @@ class _Values:
 
     Args:
         path: of the file.
-        beside: the names that are no values; by default those of a row that are neither its loss nor a metric.
+        beside: the names that are no values; by default all of a row but its loss and its metrics.
         has_means: whether the values are averaged over each epoch, too.
     """
 

@@ -364,7 +364,7 @@ def records_below(folder: Path) -> list[RunRecord]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"FOLDER must be a folder with runs below it. {folder} {what}. Check its path.")
-    records = [read_run(one, folder) for one in find_runs(folder)]
+    records = [read_run(one, folder, for_table=True) for one in find_runs(folder)]
     if is_sweep(folder):
         records.sort(key=lambda one: math.inf if one.trial is None else one.trial)
     return records

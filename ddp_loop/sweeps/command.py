@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import program, read_json
+from ddp_loop.checkpoint import read_json
+from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
 from ddp_loop.sweeps.plan import USUAL, SweepPlan, make_plan
@@ -47,7 +48,7 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
         lambda options: _run(options, say),
         "train many networks, each an ordinary run, on all slots of this machine",
         "0 no trial failed, 1 one failed, 2 the sweep cannot be begun",
-        usage=f"{program()} sweep FILE.toml | work FOLDER|URL | again FOLDER [--slots N] [--storage URL] "
+        usage=f"{program_name()} sweep FILE.toml | work FOLDER|URL | again FOLDER [--slots N] [--storage URL] "
         "[--on slurm|local] [--workers N] ...",
     )
     command.add_argument("words", nargs="+", metavar="FILE.toml | work FOLDER|URL | again FOLDER")
@@ -109,7 +110,8 @@ def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[s
     """The plan, the folder and the keys of a TOML file."""
     if is_sweep(path):
         raise ValueError(
-            f"{path} is the folder of a sweep. Pass its TOML file, or run its trials by {program()} sweep work {path}."
+            f"{path} is the folder of a sweep. Pass its TOML file, or run its trials by {program_name()} sweep work "
+            f"{path}."
         )
     given = _read_toml(path)
     where = folder or (None if "folder" not in given else path.parent / given["folder"])

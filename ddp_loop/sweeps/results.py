@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_loop.checkpoint import program, read_json
+from ddp_loop.checkpoint import read_json
+from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, has_workers, trial_folder
 from ddp_loop.sweeps.jobs import FunctionJob
 from ddp_loop.sweeps.places import places_of
@@ -257,7 +258,7 @@ def say_results(results: Sequence[TrialResult], folder: Path, objective: Objecti
         name = best.objective or objective.name
         say(f"Best: trial {best.trial} ({in_words(best.parameters)}), {name} {best.value:.6g} ({best.folder})")
     if failed:
-        say(f"Run them again: {program()} sweep again {folder}")
+        say(f"Run them again: {program_name()} sweep again {folder}")
 
 
 def results_of(folder: Path, queue: TrialQueue) -> list[TrialResult]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ddp_loop.checkpoint import program
+from ddp_loop.elastic import program_name
 from ddp_loop.sweeps.space import nearest
 
 if TYPE_CHECKING:
@@ -261,8 +261,8 @@ def how_to_go_on(folder: Path, jobs: Sequence[str], on: str) -> list[str]:
     """Lines of text: the jobs, and how to watch and to stop them."""
     lines = [
         f"Submitted {len(jobs)} {'worker' if len(jobs) == 1 else 'workers'} of {folder}: {', '.join(jobs)}.",
-        f"Watch:  {program()} runs {folder} --watch, or {program()} monitor {folder}",
-        f"Stop:   {program()} stop {folder}",
+        f"Watch:  {program_name()} runs {folder} --watch, or {program_name()} monitor {folder}",
+        f"Stop:   {program_name()} stop {folder}",
         f"Output: {folder / JOBS}",
     ]
     if on == SLURM:

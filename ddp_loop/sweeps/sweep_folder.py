@@ -20,11 +20,11 @@ from ddp_loop.checkpoint import (
     explained,
     hide_secrets,
     is_locked,
-    program,
     read_json,
     read_text,
     write_atomic,
 )
+from ddp_loop.elastic import program_name
 from ddp_loop.reporting import AGAIN, SWEEP, SWEEP_LOCK, TRIALS, WORKERS, ask_sweep_to_stop, has_workers
 
 STUDY = "study.db"
@@ -58,8 +58,8 @@ def begun_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, A
                 ending.callback(FileLock(folder / SWEEP_LOCK, "sweep").close)
             except Locked as error:
                 raise ValueError(
-                    f"The sweep in {folder} is run by {error}. To help it, start {program()} sweep work "
-                    f"{folder}. To stop it, start {program()} stop {folder}."
+                    f"The sweep in {folder} is run by {error}. To help it, start {program_name()} sweep work "
+                    f"{folder}. To stop it, start {program_name()} stop {folder}."
                 ) from None
             found = _begin(folder, facts)
         yield found

@@ -59,8 +59,8 @@ _OPEN = (
     "step.fold()."
 )
 EVALUATED = (
-    "Steps train a model in training mode, as a rule. {names} came in evaluation mode from step {step} on, after steps "
-    "in training mode: dropout is off, and batch norm uses its running statistics. Call train() after an evaluation."
+    "Steps should train a model in training mode. From step {step} on {names} is in evaluation mode, after steps in "
+    "training mode: dropout is off, and batch norm uses its running statistics. Call train() after an evaluation."
 )
 _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
@@ -169,7 +169,6 @@ class Fold:
     ) -> None:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
-        self._names = modules.keys()
         self.modules = each_module(modules)  # whose modes must be the same in all shards
         custom = custom_norms(self.modules.values())
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in custom if shards == 1)]
@@ -501,7 +500,7 @@ class Fold:
     def _extend(self, former: RowLayout, local_layout: RowLayout, iteration: int) -> Rows:
         """The `Rows` with room for what is new on any rank. Every rank must call this."""
         rows = self._make_rows(agreed(self._world.gather(local_layout), former))
-        names = now_evaluated(rows.layout, former, self._names)
+        names = now_evaluated(rows.layout, former)
         if names and iteration > 1 and self._world.rank == 0:
             warnings.warn(EVALUATED.format(names=listed(names), step=iteration), stacklevel=2)
         return rows

@@ -189,8 +189,8 @@ class RunRecorder:
             )
         if (name := _without_schedule(state)) is not None:
             checkpointer.say(
-                f"A scheduler drives the learning rate of {name!r} and is not in state, so a resumed run begins its "
-                "schedule anew. Pass state=dict(..., schedule=schedule)."
+                f"The scheduler of {name!r} is not in state, so a resumed run would start it again. Pass "
+                "state=dict(..., schedule=schedule)."
             )
         if there is not None:
             self._saved = there["iteration"]

@@ -21,7 +21,7 @@ among them, so ranks in different known modes are found without an exchange, and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -126,11 +126,12 @@ def agreed(layouts: Sequence[RowLayout], former: RowLayout | None) -> RowLayout:
     )
 
 
-def now_evaluated(layout: RowLayout, former: RowLayout, names: Collection[str]) -> list[str]:
-    """Which of these modules are in evaluation mode in the newest modes, and were in training mode before."""
-    newest = set(layout.modes).difference(former.modes)
-    before = set().union(*former.modes)
-    return sorted(name for name in set().union(*newest) if name in names and name not in before) if former.modes else []
+def now_evaluated(layout: RowLayout, former: RowLayout) -> list[str]:
+    """Which whole models are in evaluation mode in the newest modes, and were in training mode before."""
+    if not former.modes:
+        return []
+    newest = set().union(*set(layout.modes).difference(former.modes))
+    return sorted(name for name in newest.difference(*former.modes) if "." not in name)
 
 
 def require_alike(layouts: Sequence[RowLayout]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_loop.batch_norm import ENDS_LOOP, CallMismatch
+from ddp_loop.batch_norm import ENDS_LOOP, CallMismatch, find_sync_channels
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, ReadAhead
 from ddp_loop.determinism import Leaf, seed_shard, seed_step
 from ddp_loop.distributed import (
@@ -608,8 +608,9 @@ class Job:
         check_trainable(parameters, state)
         check_layout(find_tensors(state), self.world)
         self.checks.no_effect.begin(parameters.values())
+        modules = find_modules(state)
         fold = self.new_fold(
-            find_modules(state),
+            modules,
             parameters,
             self.world,
             shards=batches.shards,
@@ -622,7 +623,7 @@ class Job:
             watch=None if tracer is None else tracer.backward,
             former=former,
         )
-        check_synced(batches, fold.sync_channels)
+        check_synced(batches, find_sync_channels(modules.values()))
         return fold
 
     def release(self) -> None:
@@ -666,7 +667,8 @@ class Job:
     def take_requests(self) -> ControlRequest:
         """What this rank asks of all in a fold; what was found since the last one is asked once."""
         new = self.structure.changes()
-        stop = self.world.stops.watchdog.stop is not None
+        stops = self.world.stops
+        stop = stops.asked_here is not None or stops.watchdog.stop is not None
         save = False
         problem: Exception | None = self.checks.state.found
         self.checks.state.found = None

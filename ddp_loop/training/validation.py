@@ -190,9 +190,10 @@ def check_synced(batches: Batches, sync_channels: Sequence[SyncChannel]) -> None
             'measured. Got shares="measured". Pass shares as numbers, or use local_batch_norm(model).'
         )
     if sync_channels and max(batches.division.carried) > 1:
+        ranks = "1 rank" if batches.world.size == 1 else f"{batches.world.size} ranks"
         raise ValueError(
-            f"Synced batch norm needs at most one shard per rank. Got {batches.shards} shards on {batches.world.size} "
-            f"ranks{' with shares' if batches.shards <= batches.world.size else ''}. Remove shards=, or use "
+            f"Synced batch norm needs at most one shard per rank. Got {batches.shards} shards on "
+            f"{ranks}{' with shares' if batches.shards <= batches.world.size else ''}. Remove shards=, or use "
             "local_batch_norm(model): its running statistics are still those of the whole mini-batch."
         )
 

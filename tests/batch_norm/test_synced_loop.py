@@ -104,9 +104,10 @@ def train_on_several_shards(world: dl.World, folder: str, is_late: bool) -> None
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_several_shards_on_a_rank_are_refused_with_the_remedy(is_late: bool, refused: Refused) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])  # one rank would normalise over each shard, and two over the mini-batch
+def test_several_shards_on_a_rank_are_refused_with_the_remedy(ranks: int, is_late: bool, refused: Refused) -> None:
     said = "at most one shard per rank" if is_late else "at most one shard per rank. Got 3 shards .* local_batch_norm"
-    refused(2, train_on_several_shards, is_late, kind="ValueError", said=said, by=ALL)
+    refused(ranks, train_on_several_shards, is_late, kind="ValueError", said=said, by=ALL)
 
 
 def fail(gradient: torch.Tensor) -> NoReturn:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import ddp_loop as dl
 from ddp_loop import accelerators
 from ddp_loop.accelerators import HostCopy
 from tests.fake_cuda.build import environment
-from tests.support.harness import OnRanks
+from tests.support.harness import TASK_S, OnRanks
 
 pytestmark = pytest.mark.covers("J18")
 
@@ -233,6 +234,29 @@ def test_nccl_gives_nothing_before_wait_and_refuses_as_the_real_one_does(on_fake
         assert is_sum
         assert "contiguous" in refused["with gaps"]
         assert "data type is not supported" in refused["complex"]
+
+
+def leave_a_sum_alone() -> str:
+    """Rank 0 aborts a sum that rank 1 does not join, and destroys its group, for which rank 1 waits."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=2 * TASK_S))
+    group = dist.distributed_c10d._get_default_group()
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    if rank == 0:
+        work = group.allreduce([torch.ones(4, device="cuda")])
+        group.abort()
+        del work
+    else:
+        store.wait(["left"], timedelta(seconds=2 * TASK_S))
+    del group
+    dist.destroy_process_group()
+    store.set("left", "")
+    return "left"
+
+
+def test_an_aborted_group_of_nccl_is_destroyed_without_a_wait_for_its_sums(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(2, leave_a_sum_alone) == ["left", "left"]
 
 
 def run_out_of_memory() -> str:

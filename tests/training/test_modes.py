@@ -75,7 +75,7 @@ def test_a_model_that_stays_in_evaluation_mode_is_said_once(
     said, nothing = on_ranks(2, left_in_evaluation, at, whole)
     assert len(said) == lines
     assert nothing == []
-    assert all("model came in evaluation mode from step 3 on" in line for line in said)
+    assert all("From step 3 on model is in evaluation mode" in line for line in said)
 
 
 def evaluate_on_rank_1() -> int:
