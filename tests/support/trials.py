@@ -67,7 +67,7 @@ def train(
                 if world.rank == 0:
                     _append(folder / UPDATES, f"{step.iteration}\n")
                 if step.iteration == 3 and not (folder.parents[1] / "healed").exists():
-                    _fail(fault, folder)
+                    _fail(fault, folder, world)
         found = [f"{leaf} {digest(one)}" for leaf, one in leaves("model", model.state_dict())]
         if world.rank == 0 and loop.iteration == steps:
             (folder / FINAL).write_text(json.dumps(found))
@@ -90,7 +90,9 @@ def _append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _fail(fault: str, folder: Path) -> None:
+def _fail(fault: str, folder: Path, world: dl.World) -> None:
+    if fault == "stands still":
+        until(lambda: world.stops.asked is not None, "a request to stop")
     if fault == "raises":
         raise ValueError("the data is wrong")
     if fault == "is killed":

@@ -80,9 +80,10 @@ def keywords() -> dict[str, Any]:
     return {"steps": STEPS, "save_every": EVERY}
 
 
-def described(folder: Path) -> str:
+def described(folder: Path, **more: str) -> str:
     facts = {"function": f"{REPOSITORY / 'tests' / 'support' / 'trials.py'}:train", "folder": str(folder)}
-    return str(toml(folder.parent / "sweep.toml", **facts, keywords=keywords(), heartbeat_s=1, space={"rate": RATES}))
+    arguments = keywords() | more
+    return str(toml(folder.parent / "sweep.toml", **facts, keywords=arguments, heartbeat_s=1, space={"rate": RATES}))
 
 
 def moment(started: Started, number: int, chance: random.Random) -> Callable[[], bool]:
@@ -160,9 +161,9 @@ def test_a_killed_sweep_resumes_where_it_was(
 def test_a_stopped_sweep_saves_checkpoints_and_resumes(
     how: str, started: Started, undisturbed: list[list[str]]
 ) -> None:
-    words = [described(started.folder)]
+    words = [described(started.folder, fault="stands still")]
     process = started.start(*words)
-    until(lambda: started.made > 20, "updates", START_S)
+    until(lambda: started.made == 2 * 3, "two trials stand still", START_S)
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
     else:
@@ -170,6 +171,7 @@ def test_a_stopped_sweep_saves_checkpoints_and_resumes(
     assert process.wait(START_S) == 0, started.output
     assert f"The sweep was stopped by {how}. Start it again to go on." in started.output
     all_ended(started.mark)
+    (started.folder / "healed").touch()
     finish(started, words)
     check(started.folder, undisturbed)
     for number in range(len(RATES)):  # what was saved was not made again
