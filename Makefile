@@ -59,7 +59,7 @@ bench: $(READY)  ## measure (ARGS=); alone on the machine, please
 
 # A machine with GPUs may have no network. Where PYTHON has what is needed it runs, without .venv.
 gpu:  ## do what needs a GPU, in 8 minutes, into docs/benchmarks/gpu.md (ARGS=); without one, rehearse it
-	@if $(PYTHON) -c "import numpy, pytest, safetensors, torch" 2> /dev/null; \
+	@if $(PYTHON) -c "import hypothesis, numpy, pytest, safetensors, torch" 2> /dev/null; \
 	then $(PYTHON) -m benchmarks gpu $(ARGS); \
 	else $(MAKE) --no-print-directory setup && $(BIN)/python -m benchmarks gpu $(ARGS); fi
 

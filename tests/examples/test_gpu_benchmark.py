@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,23 @@ def test_without_a_gpu_all_is_rehearsed_on_two_fake_gpus_and_on_one(
     assert commands == [["2", "rehearse", "reads"], ["1", "rehearse", "reads"]]
     assert target == ROOT / "build" / "gpu-rehearsal.md"
     assert heading.startswith("# A rehearsal of what needs a GPU\n\nNo GPU was there")
+
+
+@pytest.mark.parametrize(("names", "limit_s"), [([], 40.0), (["reads"], gpu.TOTAL_S), (["reads", "saves"], 192.0)])
+def test_a_few_parts_share_the_time_that_all_may_take(
+    names: list[str], limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def run_all(commands: object, target: object, heading: object, parts: dict[str, gpu.Part]) -> dict[str, Any]:
+        asked.append(parts["reads"].limit_s)
+        assert sum(part.limit_s for part in parts.values()) == pytest.approx(gpu.TOTAL_S)
+        return {}
+
+    monkeypatch.setattr(gpu, "run_all", run_all)
+    monkeypatch.setattr(gpu, "heading_of", lambda gpus, names: "")
+    gpu.measure(names, gpus=1)
+    assert asked == [pytest.approx(limit_s)]
 
 
 def test_without_a_compiler_one_line_says_why_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
