@@ -22,6 +22,10 @@ setup: $(READY)  ## make .venv and install into it; the other targets do this th
 train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, KERNELS=, ARGS=)
 	$(BIN)/python -m ddp_loop run --ranks $(RANKS) examples/digits/train.py $(KERNELS) $(ARGS)
 
+# Each process would compile all modules anew where the environment forbids to write bytecode.
+test test-rest test-all: export PYTHONDONTWRITEBYTECODE =
+test test-rest test-all: export PYTHONPYCACHEPREFIX = $(CURDIR)/build/pycache
+
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)
 

@@ -39,6 +39,9 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("fixed"), derandomize=False, max_examples=500)
 settings.load_profile("fixed")
+# torch asks DNS for the name of 127.0.0.1 at each connection to a store, and waits 5 s for a lost answer: where one in
+# 50 is lost, one task in ten was late. Ranks of a pool ask nobody; other processes wait for a second.
+NO_DNS = {"RES_OPTIONS": "attempts:0"}
 POOLS: list[Pool] = []  # of this process, whose workers stay from test to test
 
 
@@ -51,8 +54,6 @@ def pytest_configure() -> None:
     """Set what this process and all that it starts shall have."""
     (ROOT / "build").mkdir(exist_ok=True)  # one process builds the fake GPU there while another runs a test
     os.environ["OMP_NUM_THREADS"] = "1"  # 1 and 2 threads give different bits
-    # torch asks DNS for the name of 127.0.0.1 at each connection to a store, and waits 5 s for a lost answer: where
-    # one in 50 is lost, one task in ten was late.
     os.environ["RES_OPTIONS"] = "timeout:1"
     torch.set_num_threads(1)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: processes of tests inherit it
@@ -65,11 +66,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(names, values, indirect=True)
 
 
+def needs_no_fakes(item: pytest.Item) -> bool:
+    """Whether a test starts no ranks with fake GPUs or NPUs."""
+    parameters = {} if (callspec := getattr(item, "callspec", None)) is None else callspec.params
+    fixtures = getattr(item, "fixturenames", ())
+    return parameters.get("device_kind") != GPU and not any(
+        name.startswith(("fake_", "on_fake_", "on_gpus")) for name in fixtures
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say of each test which tier it is in, before `-m` chooses."""
+    """Say of each test which tier it is in, before `-m` chooses.
+
+    Tests on fake GPUs come first: of several processes mostly one then starts ranks with such devices.
+    """
     beyond = combinations(items)
-    items[:] = [item for item in items if item not in beyond]
+    items[:] = sorted((item for item in items if item not in beyond), key=needs_no_fakes)
     config.stash[ALL_ITEMS] = list(items)
     mark_tiers(items)
 
@@ -92,7 +105,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Up to 8 workers; 4 are started at once by the first test that asks, the others when needed."""
-    with Pool(MOST_RANKS) as pool:
+    with Pool(MOST_RANKS, NO_DNS) as pool:
         POOLS.append(pool)
         pool.run(os.getpid, USUAL_RANKS)
         yield pool
@@ -151,7 +164,7 @@ def on_cpus(pool: Pool) -> OnRanks:
 
 def _with_fakes(kind: str, ranks: int) -> Iterator[tuple[Pool, dict[str, str]]]:
     try:
-        variables = environment(ranks, kind)
+        variables = environment(ranks, kind) | NO_DNS
     except NoFakeCuda as why:
         pytest.skip(str(why))
     with Pool(ranks, variables) as pool:

@@ -141,6 +141,7 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
         return hashlib.sha256(repr(found).encode() + bytes_of(matrix) + bytes_of(predicted)).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.covers("B8")
 @pytest.mark.parametrize("kind", ["tensors", "shuffled", "stream", "workers", "local", "own", "shares", "drawing"])
 @pytest.mark.parametrize(

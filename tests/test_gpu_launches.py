@@ -93,6 +93,7 @@ def test_buckets_on_a_gpu_are_as_large_as_those_of_ddp(on_fake_gpus: OnRanks) ->
     assert on_fake_gpus(1, bucket_mib) == [[1.0, 25.0, 2.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("norm", NORMS)

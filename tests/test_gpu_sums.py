@@ -217,6 +217,7 @@ IN_MEMORY: dict[int, list[Held]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", IN_MEMORY)
 def test_a_step_takes_the_memory_of_ddp_and_of_the_tree_and_of_a_bucket(on_fake_gpus: OnRanks, shards: int) -> None:
     for (steady, peak), held in zip(on_fake_gpus(3, measure, shards), IN_MEMORY[shards], strict=True):

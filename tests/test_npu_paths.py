@@ -23,6 +23,7 @@ from tests.support.harness import OnRanks
 pytestmark = pytest.mark.covers("J18")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_step_makes_the_host_wait_and_the_weights_are_those_of_the_cpu(

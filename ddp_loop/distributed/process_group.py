@@ -205,6 +205,7 @@ class ProcessGroups:
             identities, self._hosts = describe_all(store, place, self._device, self._timeout.total_seconds())
         backends, bound = accelerator_of(self._device).process_group(identities)
         require_pinned(backends)
+        forget_failed_starts()
         with self._joining():
             dist.init_process_group(
                 backends, timeout=self._timeout, store=store, rank=place.rank, world_size=place.size
@@ -267,6 +268,16 @@ def _counter(group: dist.ProcessGroup, device: torch.device) -> Callable[[], int
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
+
+
+def forget_failed_starts() -> None:
+    """Have this rank's next default group meet the others'.
+
+    torch puts the number of a process's groups into their keys in the store. It counts a start that failed on this rank
+    alone, and begins anew only when a default group is destroyed.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
 
 
 def launcher_store(place: RankEnv, timeout: timedelta) -> dist.Store:

@@ -30,6 +30,7 @@ from ddp_loop.distributed.cells import CELL, cell_sockets
 from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
+from ddp_loop.distributed.process_group import forget_failed_starts
 from ddp_loop.distributed.processes import children_except, end_daemons, end_with_parent
 from ddp_loop.elastic import PEER_FAILED_EXIT, is_stopped, lacked_memory, oom_kills
 
@@ -409,6 +410,7 @@ def _leave_group(*, failed: bool) -> None:
     Destroying a gloo group closes its connections only with the last reference, and a failure's traceback holds some;
     `abort` closes them at once.
     """
+    forget_failed_starts()
     if not dist.is_initialized():
         return
     with suppress(Exception):  # the function has ended, so errors of its group do not matter

@@ -283,6 +283,7 @@ def look_late(wrong: int, few: int) -> tuple[str, str, float]:
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.one_device(GPU, "tests a late error")
 @pytest.mark.parametrize(
     ("wrong", "few", "said"),

@@ -100,6 +100,7 @@ def assert_nothing_is_lost(outcome: Outcome, name: str, whole: str) -> None:
         assert outcome.all_rows == ALL_ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.covers("E5")
 @pytest.mark.parametrize("policy", ["raise"])
 @pytest.mark.parametrize("name", DISKS)

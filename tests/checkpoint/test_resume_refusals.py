@@ -155,6 +155,7 @@ MUTATIONS: dict[str, tuple[object, str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_the_comparison_of_two_runs_sees_what_is_not_put_back(

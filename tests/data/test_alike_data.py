@@ -277,6 +277,7 @@ SOUND = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOUND)
 def test_the_same_data_on_every_rank_are_accepted(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
     on_ranks(2, train_on_sound, kind, str(tmp_path))

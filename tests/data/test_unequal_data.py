@@ -172,6 +172,7 @@ def reported(folder: str, counts: list[int], until: str) -> Any:
         return str(batches.unused)
 
 
+@pytest.mark.slow
 @pytest.mark.on_gpus_too
 @pytest.mark.parametrize(
     ("counts", "until", "key", "said"),

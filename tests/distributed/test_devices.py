@@ -234,6 +234,7 @@ def caught_joining(script_group: bool, device: str = "cpu", share_gpus: bool = F
     def join() -> None:
         if script_group:
             dist.init_process_group("gloo")
+            dist.barrier()  # else a rank that is refused and leaves cuts one that still connects
         with dl.join_world(device=device, timeout_s=20.0, share_gpus=share_gpus):
             pass
 

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -186,6 +188,28 @@ def test_a_task_finds_the_surroundings_of_its_caller_whatever_an_earlier_one_lef
 def test_a_process_group_left_behind_does_not_disturb_the_next_task(pool: Pool) -> None:
     assert pool.run(forget_the_group, 2) == [2, 2]
     assert pool.run(forget_the_group, 3) == [3, 3, 3]
+
+
+def fail_to_start(joins_then: bool) -> tuple[bool, int]:
+    """Rank 1 makes a process group that the others do not; then perhaps all join a world."""
+    has_failed = False
+    if own_rank() == 1:
+        with suppress(dist.DistStoreError):
+            dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+        has_failed = not dist.is_initialized()
+    return has_failed, join_and_count() if joins_then else 0
+
+
+def join_and_count() -> int:
+    with join_world(timeout_s=20) as world:
+        return int(world.sum(torch.ones(1)))
+
+
+def test_a_group_that_one_rank_could_not_start_disturbs_no_later_world(pool: Pool) -> None:
+    assert pool.run(fail_to_start, 2, True) == [(False, 2), (True, 2)]
+    assert pool.run(fail_to_start, 2, False) == [(False, 0), (True, 0)]
+    assert pool.run(forget_the_group, 2) == [2, 2]
+    assert pool.run(join_and_count, 2) == [2, 2]
 
 
 def forget_the_world(folder: str) -> int:

@@ -308,6 +308,7 @@ def test_nothing_is_left_after_a_world(pool: Pool) -> None:
 arrived, made = partial(fail, "arrived"), partial(fail, "made")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_failure(pool: Pool) -> None:
     judge(pool, 3, [arrived])
 

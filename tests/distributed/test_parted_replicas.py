@@ -74,6 +74,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("since", "steps"), [(1, 5), (4, 5), (5, 20), (15, 20), (99, 130), (120, 130)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_that_does_something_alone_is_found(fault: str, since: int, steps: int, refused: Refused) -> None:

@@ -188,6 +188,7 @@ def map_together() -> float:
         os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_memory_that_ranks_share_counts_by_its_share(on_ranks: OnRanks) -> None:
     assert on_ranks(2, map_together) == [pytest.approx(LARGE / 2, abs=LARGE / 4)] * 2
 

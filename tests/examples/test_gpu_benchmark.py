@@ -123,6 +123,7 @@ def test_what_no_time_is_left_for_is_left_out(tmp_path: Path) -> None:
     assert "| Part last | left out: the 0 s were over | 0 |" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_line_that_is_not_as_it_must_be_is_named_in_the_report_and_in_the_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -289,6 +289,7 @@ def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> Non
 # -- many --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covers("E4")
 def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: Path) -> None:
     for number in range(1000):

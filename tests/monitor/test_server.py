@@ -38,6 +38,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_there_is_said_with_one_like_it(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     with started(str(tmp_path / "digit")) as (_, said_by_it):

@@ -290,6 +290,7 @@ def test_importing_the_package_changes_nothing_around_it(fresh_import: dict[str,
     assert fresh_import["changed"] == []
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_room_before_it_is_used(fresh_import: dict[str, Any]) -> None:
     assert fresh_import["alone"] == []
 

@@ -260,7 +260,7 @@ def test_a_terminal_gets_what_fits(
     columns: int, colored: bool, runs: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
     monkeypatch.setenv("NO_COLOR", "" if colored else "1")
     lines = printed(capsys, "runs", runs)
     assert ("\x1b[" in "".join(lines)) == colored

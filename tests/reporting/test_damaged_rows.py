@@ -329,6 +329,7 @@ def test_a_file_that_was_removed_is_said(name: str, run: Path, whole: tuple[Path
     assert weights == whole[1]
 
 
+@pytest.mark.slow
 def test_what_follows_the_checkpoint_has_no_sum(run: Path, on_ranks: OnRanks) -> None:
     other_digit(run / ROWS, AT, "loss")  # a row that is cut off
     assert on_ranks(2, train, str(run))[0][0] == ""

@@ -89,6 +89,7 @@ def test_a_terminal_draws_it_in_place_of_lines() -> None:
     assert "Epoch 1 of 2, step 1 of 40" in cell.shown[0][1]
 
 
+@pytest.mark.slow
 def test_without_a_notebook_nothing_is_imported_and_lines_are_printed() -> None:
     code = (
         "import sys, ddp_loop; from ddp_loop.reporting.notebook_display import open_notebook; "

@@ -86,6 +86,7 @@ def test_functions_that_new_processes_cannot_import(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_a_folder_of_another_sweep_or_of_one_that_runs(tmp_path: Path) -> None:
     folder = tmp_path / "s"

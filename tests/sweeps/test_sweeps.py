@@ -136,6 +136,7 @@ def test_a_finished_sweep_starts_no_trial_again(tmp_path: Path) -> None:
     assert [path.read_text() for path in sorted((tmp_path / "sweep").glob("trials/*/trial.json"))] == before
 
 
+@pytest.mark.slow
 @pytest.mark.covers("F2")
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("sampler", ["random", "tpe", "QMCSampler"])

@@ -201,6 +201,7 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_difference_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:

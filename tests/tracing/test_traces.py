@@ -251,6 +251,7 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("H10")
 @pytest.mark.parametrize("ranks", [(2, 2, 2), (2, 1, 3), (1, 3, 2)])
 def test_a_killed_and_resumed_run_has_the_trace_of_the_undisturbed_one(

@@ -72,6 +72,7 @@ def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float 
     return verdict_of(script, pool, steps=6, tolerance=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize(
     "changes",
@@ -103,6 +104,7 @@ def test_mixed_precision_is_equal_with_its_own_tolerance(pool: Pool, tmp_path: P
     assert verdict(pool, tmp_path, {"AUTOCAST": "True"}, 0.05)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize(
     ("changes", "named"),

@@ -124,6 +124,7 @@ def with_bits(dtype: torch.dtype, raw: list[int]) -> torch.Tensor:
     return torch.where(value != value, torch.zeros_like(value), value) if dtype.itemsize > 1 else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(
     raw=st.lists(st.integers(0, 255), min_size=16, max_size=64),

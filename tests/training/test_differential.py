@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
@@ -574,15 +574,28 @@ def bits(outcomes: list[Outcome]) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.covers("C5", "C6", "D1", "D2", "D3", "D4", "D5", "D6", "D7", "D11", "D13", "J2")
-@pytest.mark.quick_on_gpus
-@given(job=jobs())
-@with_jobs_of_interest
-def test_any_job_equals_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
+def require_equal(on_ranks: OnRanks, job: Job) -> None:
+    """Require of a job that its ranks train as the plain loop does, and have the same bits."""
     wanted = train_plainly(job, order_of(job))
     results = on_ranks(job.ranks, train, job)
     assert differences(job, results[0], wanted) == []
     assert len(set(map(bits, results))) == 1
+
+
+@pytest.mark.covers("C5", "C6", "D1", "D2", "D3", "D4", "D5", "D6", "D7", "D11", "D13", "J2")
+@pytest.mark.quick_on_gpus
+@settings(phases=[Phase.explicit])
+@given(job=jobs())
+@with_jobs_of_interest
+def test_jobs_of_interest_equal_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
+    require_equal(on_ranks, job)
+
+
+@pytest.mark.covers("C5", "C6", "D1", "D2", "D3", "D4", "D5", "D6", "D7", "D11", "D13", "J2")
+@given(job=jobs())
+@pytest.mark.slow
+def test_any_job_equals_the_plain_loop(on_ranks: OnRanks, job: Job) -> None:
+    require_equal(on_ranks, job)
 
 
 @pytest.mark.covers("H1", "H7")
@@ -613,6 +626,7 @@ def test_any_job_with_one_shard_has_the_bits_of_the_plain_loop(job: Job, is_floa
 
 @pytest.mark.covers("C5", "D5", "H7")
 @given(job=jobs(), ranks=st.integers(1, 3), shards=st.integers(1, 6), bucket_cap_mib=st.sampled_from((8.0, 1e-5)))
+@pytest.mark.slow
 def test_any_job_with_fixed_shards_has_the_same_bits_on_any_number_of_ranks(
     on_ranks: OnRanks, job: Job, ranks: int, shards: int, bucket_cap_mib: float
 ) -> None:

@@ -144,6 +144,7 @@ def test_one_shard_has_the_bits_of_torchs_own_loop(kind: str, on_ranks: OnRanks)
     assert is_same(found, train_whole(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("J1")
 @pytest.mark.parametrize("kind", NORMS)
 def test_four_shards_have_the_bits_of_two_forwards_on_1_2_and_3_ranks(kind: str, on_ranks: OnRanks) -> None:

@@ -60,6 +60,7 @@ def keep(passes: int, width: int, shards: int | None, bucket_cap_mib: float = 8.
         return values_of(model), all(stays), len(flats)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("passes", [2, ALL])
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 1e-5])

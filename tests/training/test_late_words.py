@@ -247,6 +247,7 @@ BY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("J13")
 @pytest.mark.one_device(GPU, "compares with the CPU, where every fold waits")
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -135,6 +135,7 @@ def train(
     return result
 
 
+@pytest.mark.slow
 def test_shares_are_in_proportion_to_speed() -> None:
     assert shares_of([0.001, 0.002]) == (0.667, 0.333)
     assert shares_of([3.0, 1.0, 1.5]) == (0.167, 0.5, 0.333)
@@ -159,6 +160,7 @@ def test_sizes_follow_the_planted_times_from_one_step_on(kind: str, on_ranks: On
     assert not results[1].lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"passes": 2}, {"loops": 2}, {"loops": 2, "interleaved": True}], ids=str)
 def test_with_fixed_shards_the_bits_stay_and_the_shards_move(how: dict[str, Any], on_ranks: OnRanks) -> None:
     """Also those of a loop that is not the one in which they were measured."""

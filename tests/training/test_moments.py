@@ -144,6 +144,7 @@ def test_the_rule_looks_at_shards_channels_and_gradients_alone(shards: int, para
 # -- bits and values -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covers("H7")
 @pytest.mark.both_exchanges
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float64 keeps every digit of the sums
@@ -162,6 +163,7 @@ def test_the_bits_are_the_same_on_two_machines(on_ranks: OnRanks) -> None:
         assert is_same([*found.values()], [*expected.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moments_equal_rows(dtype: torch.dtype, on_ranks: OnRanks) -> None:
     moments, rows = (on_ranks(2, train_mixed, dtype, way)[0] for way in (True, False))
