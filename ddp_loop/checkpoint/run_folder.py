@@ -91,6 +91,13 @@ def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
     return {"script": main.name, _CONTENT: content, "arguments": arguments, **facts}
 
 
+def _without_folder(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Replace the run folder's path in a config, unless another value is the same word, as a data set's name can be."""
+    replaced = {name: _without_path(one, folder) for name, one in config.items() if isinstance(one, str)}
+    changed = [name for name, one in replaced.items() if one != config[name]]
+    return {**config, **replaced} if len(changed) == 1 else dict(config)
+
+
 def _without_path(argument: str, folder: str) -> str:
     """Replace the run folder's path: it may be spelled differently, and a folder may be moved."""
     option, equals, path = argument.rpartition("=")
@@ -217,8 +224,7 @@ class RunFolder:
             )
         now = fingerprint({**facts, **settings}, self.folder)
         if config is not None:
-            place = os.path.realpath(self.folder)
-            config = {name: _without_path(one, place) if isinstance(one, str) else one for name, one in config.items()}
+            config = _without_folder(config, os.path.realpath(self.folder))
         if before is None:
             self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now, "config": config or {}}
             write_atomic(self.folder / RUN, self._run, is_private=True)

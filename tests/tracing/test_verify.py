@@ -62,7 +62,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.covers("H9")
-@pytest.mark.both_exchanges
 def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_shards() -> None:
     ended = command("verify", "examples/digits/train.py", "--steps", "3", "--", "--shards", "6", *SMALL)
     assert (

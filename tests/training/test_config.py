@@ -140,6 +140,13 @@ def test_a_run_keeps_its_config(ranks: int, on_ranks: OnRanks, tmp_path: Path) -
     assert [one["config"] for one in lines_of(tmp_path / "starts.jsonl")] == [kept]
 
 
+def test_a_value_that_only_reads_as_the_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"run_dir": "digits", "data": "digits", "rate": 0.1}
+    assert run(Path("digits"), 3, config=config) == 3
+    assert config_of(tmp_path / "digits") == config
+
+
 def test_without_a_folder_a_config_is_ignored_and_a_run_without_one_keeps_none(tmp_path: Path) -> None:
     assert run(None, 2, config={"rate": 0.1}) == 2
     assert run(tmp_path, 2) == 2
