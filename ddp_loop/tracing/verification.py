@@ -119,6 +119,11 @@ _KINDS = {
 }
 
 
+def _share(tolerances: float) -> str:
+    """`12.00% of`, `3,053 times`."""
+    return f"{tolerances:.2%} of" if tolerances < 10 else f"{tolerances:,.0f} times"
+
+
 def _ranks(trace: Trace) -> str:
     return counted(trace.head["ranks"], "rank")
 
@@ -327,7 +332,7 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
     lines = tuple(
-        f"largest difference of {_KINDS[kind]}: `{each.name}` in step {each.step}, {each.tolerances:.2%} of the "
+        f"largest difference of {_KINDS[kind]}: `{each.name}` in step {each.step}, {_share(each.tolerances)} the "
         "tolerance for rounding"
         for kind, each in largest.items()
     )

@@ -210,7 +210,8 @@ def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
         if layers and 1 in sizes:
             raise ValueError(
                 f"Batch norm needs more than one value per channel. Mini-batch {position + 1} of an epoch has "
-                f"{sum(sizes)} samples over {len(sizes)} shards, so one shard has a single sample, and {layers[0]} is "
+                f"{sum(sizes)} sample{'s' if sum(sizes) > 1 else ''} over {len(sizes)} shard"
+                f"{'s' if len(sizes) > 1 else ''}, so one shard has a single sample, and {layers[0]} is "
                 "BatchNorm1d. Change batch_size, use fewer shards or drop_last=True, or pass "
                 "allow_single_sample_shards=True if its inputs have positions, (N, C, L)."
             )

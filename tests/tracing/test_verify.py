@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_n
     assert not equal
     assert "UNEQUAL on 2 ranks. Step 1, fold: `gradient of model." in said
     assert "into 1 and 2 shards" in said
+    assert re.search(r"largest difference of the gradients: .*, [\d,]+ times the tolerance for rounding$", said, re.M)
     assert "batch norm" in said
     assert "--shards" in said
 
