@@ -2,9 +2,9 @@
 
 [Note: Signals of a launcher] The ranks are in sessions of their own, so Ctrl-C reaches them through the agent alone.
 The first one is passed on, and the ranks stop with a checkpoint; all that ended with code 0 make the launcher end with
-0. The second is passed on too, and what still runs after 2 s is killed; the third kills at once. Then the launcher ends
-with 130. SIGTERM is passed on likewise, and SIGHUP as SIGTERM, since its default would end a rank without a checkpoint;
-after `nohup` it is ignored.
+0. Ranks that are not in a loop are ended by it, and the launcher ends with 130, as after a second one. The second is
+passed on too, and what still runs after 2 s is killed; the third kills at once. SIGTERM is passed on likewise, and
+SIGHUP as SIGTERM, since its default would end a rank without a checkpoint; after `nohup` it is ignored.
 
 An agent whose ranks are done waits up to 300 s for those of the other hosts. After Ctrl-C all hosts end, but torch's
 agent leaves without a word on the host that got it. This one tells the others that it is done. After SIGTERM it does
@@ -74,7 +74,8 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:  # no rank was started
             return 128 + number
         if self._monitor_workers(self._worker_group).state != WorkerState.SUCCEEDED:
-            return INTERRUPTED_EXIT if self._is_interrupted else 1
+            is_interrupted = self._is_interrupted or (self._ranks is not None and self._ranks.are_interrupted())
+            return INTERRUPTED_EXIT if is_interrupted else 1
         if number == signal.SIGINT and not self._has_met:
             self._exit_barrier()
         return 0

@@ -26,8 +26,8 @@ Start a script on several ranks of this machine, or of several. Each rank runs S
 come before SCRIPT. All options of torchrun work too, and most runs need none."""
 _EPILOG = """\
 Example: {program} run --ranks 4 train.py --epochs 20
-Exit codes: 0 all ranks ended well, also after a stop; 1 a rank failed; 2 the command was refused; 130 Ctrl-C before the
-ranks were started, or a second Ctrl-C."""
+Exit codes: 0 all ranks ended well, also after a stop; 1 a rank failed; 2 the command was refused; 130 Ctrl-C outside
+of a loop, or a second Ctrl-C."""
 
 
 def add_run(add: Callable[..., Any]) -> None:

@@ -66,6 +66,8 @@ def show_unless_reported(kind: type[BaseException], error: BaseException, trace:
         is_syntax = isinstance(error, SyntaxError)  # whose last lines show the source
         line = f"{kind.__name__}: {error}" if is_syntax else "".join(traceback.format_exception_only(error)).strip()
         leave_error(error, line, "".join(traceback.format_exception(error)), is_shown=False)
+    elif not is_reported(error) and isinstance(error, KeyboardInterrupt):  # no loop has taken it
+        leave_error(error, "was ended by Ctrl-C", "", is_shown=False)
     if not is_reported(error):
         sys.__excepthook__(kind, error, trace)
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_loop.elastic.failures import Ending, describe, describe_rest, read_ending
-from ddp_loop.elastic.process_states import GRACE_S, is_stopped, lacked_memory, oom_kills
+from ddp_loop.elastic.process_states import GRACE_S, INTERRUPTED_EXIT, is_stopped, lacked_memory, oom_kills
 from ddp_loop.elastic.rank import ADVICE
 
 _LOOK_S = 0.02
@@ -63,6 +63,11 @@ class RankProcesses:
         after = [again] if again else self._advice()
         sys.stderr.write(describe_rest([one for one in self._endings() if one.rank in self._left], after))
         sys.stderr.flush()
+
+    def are_interrupted(self) -> bool:
+        """Whether all ended well or by the Ctrl-C that was passed on to them."""
+        ends = (0, INTERRUPTED_EXIT, -signal.SIGINT)
+        return all(handler.proc.poll() in ends for handler in self._context.subprocess_handlers.values())
 
     def _endings(self) -> list[Ending]:
         """How the ranks ended, or are about to end, of which this is known."""

@@ -184,6 +184,25 @@ def test_a_second_ctrl_c_ends_at_once(start: Callable[..., subprocess.Popen[str]
     assert errors.count("was killed by SIGKILL, which the launcher sent") == 2
 
 
+def test_ctrl_c_outside_of_a_loop_is_one_line_and_code_130(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    waiting = tmp_path / "waiting.py"
+    waiting.write_text(
+        "import os, threading\n"
+        "import ddp_loop as dl\n"
+        "with dl.join_world(device='cpu') as world:\n"
+        "    open(f'begun-{world.rank}', 'w').close()\n"
+        "    while True:\n        threading.Event().wait(1.0)\n"
+    )
+    process = start(*RUN, str(waiting))
+    begun(process, tmp_path, "begun")
+    process.send_signal(signal.SIGINT)
+    code, out, errors = ended(process)
+    assert code == 130
+    assert re.fullmatch(r"ddp_loop: rank [01] was ended by Ctrl-C\n", out + errors)
+
+
 ASKED_TWICE = """
 import ctypes, os, sys, threading
 import torch
