@@ -40,7 +40,7 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("fixed"), derandomize=False, max_examples=500)
 settings.load_profile("fixed")
 # torch asks DNS for the name of 127.0.0.1 at each connection to a store, and waits 5 s for a lost answer: where one in
-# 50 is lost, one task in ten was late. Ranks of a pool ask nobody; other processes wait for a second.
+# 50 is lost, one task in ten was late. Ranks of a pool do not ask; other processes wait for a second.
 NO_DNS = {"RES_OPTIONS": "attempts:0"}
 POOLS: list[Pool] = []  # of this process, whose workers stay from test to test
 
