@@ -13,6 +13,7 @@ from ddp_loop.checkpoint import (
     CONSOLE,
     EVALUATIONS,
     IMAGES,
+    LOGGED,
     NOTE,
     PROFILE,
     PROFILE_FILE,
@@ -30,7 +31,24 @@ from ddp_loop.monitor.run_state import RunState, finite, text_of
 from ddp_loop.reporting import FAILED_TRIAL, TRIAL, RunRecord, read_run
 
 WATCHED = frozenset(
-    (RUN, STATUS, TRIAL, NOTE, TITLE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE, TEXTS, IMAGES, CONSOLE, USAGE)
+    (
+        RUN,
+        STATUS,
+        TRIAL,
+        NOTE,
+        TITLE,
+        STOP,
+        ROWS,
+        EVALUATIONS,
+        RANKS,
+        TABLES,
+        PROFILE,
+        LOGGED,
+        TEXTS,
+        IMAGES,
+        CONSOLE,
+        USAGE,
+    )
 )
 EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
 MOST_VALUES = 64
@@ -104,7 +122,8 @@ class RunSummary:
         run = self._run
         record = self._record
         iteration = run.iteration(record.steps)
-        values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
+        evaluations = {EVALUATION + name: value for name, value in record.evaluations.items()}
+        values = record.logged | record.rows | evaluations
         return {
             "key": self.key,
             "name": title_of(record.title) or self.name,

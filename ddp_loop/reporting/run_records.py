@@ -211,7 +211,7 @@ def read_run(
         folder: of the run.
         below: the folder that was searched, from which the run's name starts; by default the folder's parent.
         deadline: by time.monotonic(), after which further rows are left for the next call.
-        for_table: whether to read the means over epochs, logged values and scores too, which the page does not show.
+        for_table: whether to read the means over epochs and the scores too, which the page does not show.
 
     Returns:
         Its record. Of each value the best one is the lowest or the highest finite one, see `is_lower_better`; of a
@@ -256,7 +256,7 @@ class _RunReader:
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
             wants_lower = {decides: direction != "maximize"} if decides else {}
-            files = [self._evaluations, *([self._logged] if self._for_table else []), self._rows]
+            files = [self._evaluations, self._logged, self._rows]
             is_behind = [one.update(wants_lower, deadline) for one in files]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")

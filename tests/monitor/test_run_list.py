@@ -176,6 +176,8 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
     folder = write_run(tmp_path / "one", [row(k, accuracy=k / 40) for k in range(1, 21)], status="done", iteration=20,
                        epochs=1, steps_per_epoch=20, checkpoint="step-00000020")  # fmt: skip
     write_lines(folder / "evaluations.jsonl", [{"epoch": 1, "iteration": 20, "accuracy": 0.5, "samples": 100}])
+    logged = [{"epoch": 1, "iteration": at, "elapsed_s": 0, "f1": at / 80, "loss": 9.0} for at in (20, 10)]
+    write_lines(folder / "logged.jsonl", logged[::-1])  # a loss of the script's is not the curve's
     (folder / "run.json").write_text(json.dumps({"began": 7.5, "config": {"rate": 0.1, "deep": {"x": 1}, "on": True}}))
     (folder / "note.txt").write_text("the good one")
     (folder / "tables").mkdir()
@@ -197,8 +199,8 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
         "epochs": 1,
         "began": 7.5,
         "elapsed_s": 0,
-        "last": {"loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
-        "best": {"loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
+        "last": {"f1": 0.25, "loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
+        "best": {"f1": 0.25, "loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
         "config": {"rate": 0.1, "deep": "{'x': 1}", "on": True},
         "trial": None,
         "note": "the good one",
