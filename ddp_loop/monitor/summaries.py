@@ -122,8 +122,8 @@ class RunSummary:
         run = self._run
         record = self._record
         iteration = run.iteration(record.steps)
-        evaluations = {EVALUATION + name: value for name, value in record.evaluations.items()}
-        values = record.logged | record.rows | evaluations
+        values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
+        values |= {name: value for name, value in record.logged.items() if name not in values}
         return {
             "key": self.key,
             "name": title_of(record.title) or self.name,
