@@ -22,7 +22,7 @@ setup: $(READY)  ## make .venv and install into it; the other targets do this th
 train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, KERNELS=, ARGS=)
 	$(BIN)/python -m ddp_loop run --ranks $(RANKS) examples/digits/train.py $(KERNELS) $(ARGS)
 
-# Each process would compile all modules anew where the environment forbids to write bytecode.
+# Without bytecode, which the environment may forbid, each process compiles all modules again.
 test test-rest test-all: export PYTHONDONTWRITEBYTECODE =
 test test-rest test-all: export PYTHONPYCACHEPREFIX = $(CURDIR)/build/pycache
 

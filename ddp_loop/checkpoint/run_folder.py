@@ -92,10 +92,11 @@ def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
 
 
 def _without_folder(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Replace the run folder's path in a config, unless another value is the same word, as a data set's name can be."""
+    """Replace the run folder's path in a config. Of several values that read as it, words stay: a data set's name."""
     replaced = {name: _without_path(one, folder) for name, one in config.items() if isinstance(one, str)}
     changed = [name for name, one in replaced.items() if one != config[name]]
-    return {**config, **replaced} if len(changed) == 1 else dict(config)
+    kept = {name: config[name] for name in changed if len(changed) > 1 and os.sep not in config[name]}
+    return {**config, **replaced, **kept}
 
 
 def _without_path(argument: str, folder: str) -> str:

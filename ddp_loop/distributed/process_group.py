@@ -273,8 +273,8 @@ def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
 def forget_failed_starts() -> None:
     """Have this rank's next default group meet the others'.
 
-    torch puts the number of a process's groups into their keys in the store. It counts a start that failed on this rank
-    alone, and begins anew only when a default group is destroyed.
+    torch numbers the groups of a process, and the number is part of their keys in the store. A start that failed on
+    this rank alone counts too, until a default group is destroyed.
     """
     if not dist.is_initialized():
         dist.distributed_c10d._world.group_count = 0

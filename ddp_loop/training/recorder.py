@@ -103,10 +103,25 @@ def check_name(name: object, *, is_column: bool = False) -> str:
     return name
 
 
+def _parts_within(state: Mapping[str, object]) -> list[object]:
+    """The parts of a state, and the attributes of each: a part may be an object of the script's own."""
+    return [*chain.from_iterable((part, *getattr(part, "__dict__", {}).values()) for part in state.values())]
+
+
+def _without_module(state: Mapping[str, object]) -> str | None:
+    """The name of an optimizer that trains a parameter which no other part of the state is or has."""
+    parts = _parts_within(state)
+    saved = {part for part in parts if isinstance(part, torch.Tensor)}
+    saved.update(*(part.parameters() for part in parts if isinstance(part, nn.Module)))
+    for name, part in state.items():
+        if isinstance(part, Optimizer) and any(not saved.issuperset(group["params"]) for group in part.param_groups):
+            return name
+    return None
+
+
 def _without_schedule(state: Mapping[str, object]) -> str | None:
     """The name of an optimizer that one of torch's schedulers drives, where no part of the state is or has one."""
-    parts = chain.from_iterable((part, *getattr(part, "__dict__", {}).values()) for part in state.values())
-    if any(isinstance(part, LRScheduler) for part in parts):
+    if any(isinstance(part, LRScheduler) for part in _parts_within(state)):
         return None
     for name, part in state.items():
         if isinstance(part, Optimizer) and getattr(part.step, "_wrapped_by_lr_sched", False):  # set by torch
@@ -186,6 +201,11 @@ class RunRecorder:
             checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
                 "state=dict(model=model, optimizer=optimizer)."
+            )
+        if (name := _without_module(state)) is not None:
+            checkpointer.say(
+                f"{name!r} trains parameters that no module in state has. Checkpoints do not keep them, so a resumed "
+                "run would begin with new ones. Pass their module too: state=dict(..., model=model)."
             )
         if (name := _without_schedule(state)) is not None:
             checkpointer.say(

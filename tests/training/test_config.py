@@ -142,9 +142,9 @@ def test_a_run_keeps_its_config(ranks: int, on_ranks: OnRanks, tmp_path: Path) -
 
 def test_a_value_that_only_reads_as_the_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = {"run_dir": "digits", "data": "digits", "rate": 0.1}
+    config = {"run_dir": "digits", "data": "digits", "rate": 0.1, "out": str(tmp_path / "digits")}
     assert run(Path("digits"), 3, config=config) == 3
-    assert config_of(tmp_path / "digits") == config
+    assert config_of(tmp_path / "digits") == config | {"out": "RUN_DIR"}
 
 
 def test_without_a_folder_a_config_is_ignored_and_a_run_without_one_keeps_none(tmp_path: Path) -> None:

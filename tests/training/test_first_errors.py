@@ -102,6 +102,38 @@ def test_a_run_whose_state_has_no_optimizer_gets_one_notice(
     assert said.count("The scheduler of 'optimizer' is not in state, so") == (keeps and keys == ["optimizer"])
 
 
+class Holder:
+    """A part of a state that is no module, and has one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
+
+
+@pytest.mark.parametrize(
+    ("keys", "keeps", "notices"),
+    [
+        (["model"], True, 1),
+        ([], True, 1),
+        (["model", "head"], True, 0),
+        (["both"], True, 0),
+        (["model", "holder"], True, 0),
+        (["model"], False, 0),
+    ],
+)
+def test_a_module_that_is_trained_and_not_kept_gets_a_notice(
+    keys: list[str], keeps: bool, notices: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with dl.join_world() as world:
+        model, head = network(), torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": head.parameters()}], 0.1)
+        parts = {"model": model, "head": head, "both": torch.nn.Sequential(model, head), "holder": Holder(head)}
+        state = {"optimizer": optimizer, **{key: parts[key] for key in keys}}
+        folder = tmp_path if keeps else None
+        dl.Loop(dl.Batches(samples(24), 6, world), 1, state=state, run_dir=folder, progress=False)
+    assert capfd.readouterr().out.count("'optimizer' trains parameters that no module in state has.") == notices
+
+
 def fold_weights(weight: Any, factor: float = 1.0) -> list[str]:
     with dl.join_world() as world, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
