@@ -107,7 +107,8 @@ class Holder:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
+        self.state_dict = model.state_dict
+        self.load_state_dict = model.load_state_dict
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,8 @@ def test_a_module_that_is_trained_and_not_kept_gets_a_notice(
     keys: list[str], keeps: bool, notices: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with dl.join_world() as world:
-        model, head = network(), torch.nn.Linear(1, 1)
+        model = network()
+        head = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": head.parameters()}], 0.1)
         parts = {"model": model, "head": head, "both": torch.nn.Sequential(model, head), "holder": Holder(head)}
         state = {"optimizer": optimizer, **{key: parts[key] for key in keys}}
