@@ -18,7 +18,7 @@ from ddp_loop.data import Batches, MiniBatch, Shard
 from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
 from ddp_loop.distributed import World, listed, require_one_model
 from ddp_loop.torch_metrics import MetricStates
-from ddp_loop.training import Sum, refuse_wrapped
+from ddp_loop.training import Sum, check_mean, refuse_wrapped
 
 Forward = Callable[[nn.Module, Any], Any]
 Named = Mapping[str, Any] | None
@@ -223,6 +223,7 @@ def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[to
     """A shard's part of each metric's total and of its divisor; a plain sum has 0 for it."""
     for name, value in values.items():
         if not isinstance(value, Sum):
+            check_mean(name, value, samples)
             yield _total(name, value, samples, is_sum=False)
             yield samples
         else:

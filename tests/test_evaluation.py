@@ -258,6 +258,9 @@ METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "half of them": (lambda logits, labels: labels[:2], ValueError, r"bad gave shape \(2,\)"),
     "an array too many": (lambda logits, labels: np.zeros((5, 1)), ValueError, r"bad gave shape \(5, 1\)"),
     "nothing": (lambda logits, labels: None, TypeError, "bad gave NoneType"),
+    "hits": (lambda logits, labels: (logits.argmax(1) == labels).sum(), ValueError, "bad is a whole number for 5 samp"),
+    "a number of hits": (lambda logits, labels: 3, ValueError, "bad is a whole number for 5 samp"),
+    "an array's hits": (lambda logits, labels: np.ones(5, int).sum(), ValueError, "bad is a whole number for 5 samp"),
     "a text": (lambda logits, labels: "0.5", TypeError, "bad gave str"),
 }
 

@@ -39,7 +39,7 @@ from ddp_loop.training.buckets import FlatAllReduce, finish_all
 from ddp_loop.training.buffers import Buffers, weighted_mean
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.ordered_sum import ReductionOrder
-from ddp_loop.training.validation import REFUSED_NAMES, Sum, Value, Weight, reserved_names
+from ddp_loop.training.validation import REFUSED_NAMES, Sum, Value, Weight, check_mean, reserved_names
 
 Places = tuple[str, str]  # of two shards or ranks, in words
 Modes = tuple[str, ...]  # the modules in evaluation mode, by name
@@ -222,7 +222,11 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
     if not isinstance(number, torch.Tensor):
         if not isinstance(number, Real):
             raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}. Convert it.")
+        if what == "mean":
+            check_mean(name, number, samples)
         return torch.full((), float(number), dtype=torch.float64, device=device)
+    if what == "mean" and number.dim() == 0 and not number.is_floating_point():
+        check_mean(name, number, samples)
     number = number.detach()
     if number.dim() and number.shape != (samples,):
         raise ValueError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -244,12 +245,40 @@ def bad_loss(loss: object) -> ValueError:
         remedy = "Pass the tensor itself, without .item() or float()."
         if isinstance(loss, torch.Tensor):
             what = f"shape {tuple(loss.shape)}"
-            remedy = 'Take its mean, or its sum with reduction="sum".'
+            remedy = 'Take its mean, or its sum and tell step.backward(loss, reduction="sum").'
         return ValueError(f"A loss must be a tensor of shape (), one value for the shard. Got {what}. {remedy}")
     return ValueError(
         "A loss must need a gradient. This one does not. Compute it from the model's output, outside of "
         "torch.no_grad() and without detach()."
     )
+
+
+TORCHS_SUM = 2  # at::Reduction::Sum, which torch's losses keep for their backward
+
+
+def refuse_sum(loss: torch.Tensor, samples: int) -> None:
+    """Raise ValueError if a loss of several samples, or a part of it, is torch's sum over them, given as their mean."""
+    assert loss.grad_fn is not None
+    parts = [loss.grad_fn, *(below for below, _ in loss.grad_fn.next_functions)]
+    if samples > 1 and any(getattr(part, "_saved_reduction", None) == TORCHS_SUM for part in parts):
+        raise ValueError(
+            f"step.backward takes the shard's mean loss. This one is torch's sum (reduction=\"sum\") over {samples} "
+            "samples, which would train differently on each number of ranks. Tell "
+            'step.backward(loss, reduction="sum"), or divide the loss by what it is over.'
+        )
+
+
+def check_mean(name: str, value: object, samples: int) -> None:
+    """Raise ValueError if a metric, which counts as a mean, is a whole number for several samples, as a count is."""
+    if isinstance(value, torch.Tensor):
+        is_whole = value.dim() == 0 and not value.is_floating_point() and value.dtype != torch.bool
+    else:
+        is_whole = np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu"  # type: ignore[arg-type]
+    if is_whole and samples > 1:
+        raise ValueError(
+            f"A metric is the mean over a shard's samples. {name} is a whole number for {samples} samples, as a count "
+            "is. Give one value per sample, or their sum as dl.Sum(...), or a mean that is whole as a float."
+        )
 
 
 def check_weight(weight: Weight) -> Weight:

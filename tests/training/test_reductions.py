@@ -87,7 +87,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.one_device(CPU, "the host is not the device")
 @pytest.mark.parametrize(
-    "value", [2, 1.5, torch.tensor(2.5), torch.tensor([1, 2, 3]), dl.Sum(torch.tensor(1.5)), dl.Sum(torch.ones(3))]
+    "value", [2.0, 1.5, torch.tensor(2.5), torch.tensor([1, 2, 3]), dl.Sum(torch.tensor(1.5)), dl.Sum(torch.ones(3))]
 )
 def test_a_metric_on_the_host_is_a_number_to_the_device(value: Any) -> None:
     with Copies() as copies:

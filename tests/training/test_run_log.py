@@ -215,7 +215,7 @@ def make_passes(folder: str) -> tuple[list[float], list[Line]]:
         for step in loop_over(world, folder, model, on_row=[rows.append]):
             for number in range(1, 2 + step.iteration % 2):
                 for inputs in step:
-                    step.backward(number * loss_of(model, inputs), size=3.0 * number, second=step.iteration)
+                    step.backward(number * loss_of(model, inputs), size=3.0 * number, second=float(step.iteration))
                 result = step.fold()
                 losses.append(float(result.loss))
                 loss = result.loss

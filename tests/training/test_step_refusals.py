@@ -9,6 +9,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,10 @@ def back_itself(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
 
 def hold(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
     step.hold(model(rows))
+
+
+def sum_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(rows), rows[:, :1], reduction="sum")
 
 
 def fail_in_backward(step: dl.Step, model: nn.Sequential, rows: torch.Tensor) -> None:
@@ -142,6 +147,7 @@ OWN = (
 HOOKED = r"hook on a parameter.* model\.0\.weight has one of "
 FORM = "A parameter's dtype and memory format must not change during training. model.0.weight had"
 HELD = r"step\.hold must be called once for each shard, .* comes after another one"
+SUM = r"This one is torch's sum .* over \d samples.* step\.backward\(loss, reduction=\"sum\"\)"
 OF_DATA = "ValueError|TypeError|AttributeError"
 INNER_LOOP = r"A Loop yields steps, .* Write `for step in loop:`, and inside it `for images, labels in step:`"
 WRONGS = {
@@ -203,6 +209,10 @@ WRONGS = {
         "must need a gradient",
         "ValueError",
     ),
+    "torch's sum": Wrong(each(lambda step, model, rows: step.backward(sum_of(model, rows))), SUM, "ValueError"),
+    "torch's sum and a penalty": Wrong(
+        each(lambda step, model, rows: step.backward(sum_of(model, rows) + loss_of(model, rows))), SUM, "ValueError"
+    ),
 }
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"weight": -1.0}, r"or more. Got -1\.0"),
@@ -214,6 +224,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"error": torch.ones(1, 1)}, r"A metric must be one value.*error has shape \(1, 1\)"),
     ({"error": torch.ones(9)}, r"error has shape \(9,\)"),
     ({"error": "big"}, "error is 'big'"),
+    ({"hits": 2}, r"hits is a whole number for \d samples, as a count is\. .*dl\.Sum"),
+    ({"hits": np.int64(2)}, "hits is a whole number"),
+    ({"hits": torch.tensor([True, True]).sum()}, "hits is a whole number"),
     ({"retain_graph": True}, "retain_graph"),
     ({"epoch": 3.0}, "epoch"),
     ({"wieght": 3.0}, "Got wieght. Did you mean weight?"),
