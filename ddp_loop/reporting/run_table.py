@@ -60,7 +60,8 @@ _WATCH_S = 1.0
 _SCORE = ("score", "best score")
 _FORMS = ("{}", "best {}", "epoch {}", "best epoch {}")
 _PLACEHOLDER = "RUN_DIR"  # in a config, of the run's own folder
-_PARAMETER = 2  # in the ranking
+_RESULT = 1  # in the ranking: one is shown before any parameter
+_PARAMETER = 2
 _DULL = 10  # of a column that is the first to be left out
 _LEAST_WHY = 24
 _BOLD = 1
@@ -76,7 +77,7 @@ class RunTable:
 
     Attributes:
         columns: the names of those that have something to show, in order.
-        common: the parameters that all runs have alike.
+        common: the parameters that all runs with parameters have alike.
         rows: each run's values by column; missing ones are left out. They have the common parameters too.
         ranking: for each column how soon it is left out where the terminal is narrow; the highest first.
     """
@@ -113,10 +114,11 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     for name, label in logged.items():
         values |= {label: 4 if is_lower_better(name) else 6, f"best {label}": 5 if is_lower_better(name) else 7}
     rows = [_row_of(one, labels, measured, evaluated, logged) for one in records]
+    configured = [one.parameters for one in records if one.parameters]
     common = {
         labels[name]: value
-        for name, value in records[0].parameters.items()
-        if all(name in one.parameters and _is_same(one.parameters[name], value) for one in records)
+        for name, value in (configured or [{}])[0].items()
+        if all(name in parameters and _is_same(parameters[name], value) for parameters in configured)
     }
     common = {label: value for label, value in common.items() if value != _PLACEHOLDER}
     varying = [label for name, label in labels.items() if label not in common and not _is_placeholder(name, records)]
@@ -124,6 +126,8 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     failed = any(row.get("state") in _FAILED for row in rows)
     ranking |= {"score": 5, "best score": 4, "steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 1 if failed else 8}
     has = {name for row in rows for name, value in row.items() if value is not None}
+    if results := [name for name in (*evaluated.values(), *values, "score", "best score") if name in has]:
+        ranking[min(results, key=ranking.__getitem__)] = _RESULT
     shown = [name for name in ranking if name in has]
     if len({row.get("ranks") for row in rows}) < 2:
         shown = [name for name in shown if name != "ranks"]
@@ -440,9 +444,11 @@ def _about_sweep(folder: Path) -> list[str]:
 def _common_line(table: RunTable, width: int | None) -> list[str]:
     if not table.common:
         return []
+    without = sum(not any(name in row for name in table.common) for row in table.rows)
     parts = [f"{name}={short(value)}" for name, value in list(table.common.items())[:_SHOWN]]
     more = [f"{len(table.common) - _SHOWN} more"] if len(table.common) > _SHOWN else []
-    return _wrapped(f"{'All with' if len(table.rows) > 1 else 'With'} {', '.join([*parts, *more])}", width)
+    which = "With" if len(table.rows) == 1 else "All with" if not without else f"{len(table.rows) - without} with"
+    return _wrapped(f"{which} {', '.join([*parts, *more])}", width)
 
 
 def _wrapped(text: str, width: int | None) -> list[str]:
@@ -517,7 +523,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         "state": record.state,
         **{f"  {short_name(name)}": short(one) for name, one in record.parameters.items() if one != _PLACEHOLDER},
         "folder": str(record.folder),
-        "checkpoint": _checkpoint_of(record.folder),
+        "checkpoint": _checkpoint_of(record.folder, at),
     }
     width = max(map(len, facts))
     say("\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
@@ -603,10 +609,15 @@ def _entries_of(folder: Path) -> list[CheckpointInfo]:
     return [one for one in entries if one.problem is None]
 
 
-def _checkpoint_of(folder: Path) -> str:
-    """The best checkpoint by its score, else the newest one."""
+def _checkpoint_of(folder: Path, at: int | None) -> str:
+    """The checkpoint of a step; else the best one by its score, else the newest one, and that none is of the step."""
     entries = _entries_of(folder)
     if not entries:
         return "none"
     best = best_of(entries)
-    return f"{entries[0].path} (the newest)" if best is None else f"{best.path} (score {short(best.score)})"
+    of_step = next((one for one in entries if one.iteration == at), None)
+    found = of_step or best or entries[0]
+    facts = ["the newest"] if found is entries[0] and found.score is None else []
+    facts += [] if found.score is None else [f"{'the best ' if found is best else ''}score {short(found.score)}"]
+    facts += [] if at is None or of_step is not None else [f"there is none of step {at}"]
+    return f"{found.path} ({', '.join(facts)})" if facts else str(found.path)

@@ -164,7 +164,8 @@ class Terminal:
         self._rate = Throughput(self._opened - began)
         self._curve = LossCurve()
         self._slow: int | None = None
-        self._logged: dict[int, dict[str, float]] = {}  # by epoch, of those whose line is still to come
+        # By epoch, of those whose line is still to come: the newest value, and how often it was logged.
+        self._logged: dict[int, dict[str, tuple[float, int]]] = {}
         self._view: ProgressView | None = None
         self._drawn = self._opened
         self._lock = threading.RLock()
@@ -214,7 +215,8 @@ class Terminal:
             last = self._last
             is_over = last is not None and (last.epoch > epoch or (last.epoch == epoch and last.is_last_of_epoch))
             if not is_over:
-                self._logged.setdefault(epoch, {}).update(values)
+                known = self._logged.setdefault(epoch, {})
+                known |= {name: (value, known.get(name, (0.0, 0))[1] + 1) for name, value in values.items()}
             elif self._view is not None and self._view.epoch == epoch:
                 names = {*self._view.logged, *values}
                 self._view = replace(self._view, values={**self._view.values, **values}, logged=names)
@@ -277,7 +279,7 @@ class Terminal:
         if "loss" in means:
             self._curve.add(means["loss"], late.rows)
         beside = {name: value for name, value in self._values.items() if _is_beside(name)}
-        logged = self._logged.get(moment.epoch, {})
+        logged = {name: value for name, (value, _) in self._logged.get(moment.epoch, {}).items()}
         return ProgressView(
             self._extent,
             moment.epoch,
@@ -297,7 +299,8 @@ class Terminal:
             f"Epoch: {epoch}",
             *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means().items()),
         ]
-        parts += [f"{name}: {as_number(value)}" for name, value in self._logged.pop(epoch, {}).items()]
+        for name, (value, times) in self._logged.pop(epoch, {}).items():
+            parts.append(f"{name}: {as_number(value)}{' (last)' if times > 1 else ''}")  # the others are means
         if means.skipped:
             parts.append(f"{means.skipped} steps skipped, not finite")
         for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):

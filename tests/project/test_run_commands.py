@@ -329,7 +329,26 @@ def test_the_best_run_is_shown_with_its_best_checkpoint(runs: Path, capsys: Said
     store = CheckpointStore(runs / "b", "0123456789abcdef")
     for iteration, score in ((1, 0.5), (2, None)):
         store.write(SerializedState({}, {}), iteration=iteration, facts={}, score=score)
-    assert "step-00000001 (score 0.5)" in printed(capsys, "best", runs)[-1]
+    assert "step-00000001 (the best score 0.5)" in printed(capsys, "best", runs)[-1]
+
+
+@pytest.mark.parametrize(
+    ("by", "last"),
+    [
+        ("score", "step-00000001 (the best score 0.5)"),
+        ("accuracy", "step-00000002"),  # of its own step, although another has a better score
+        ("eval loss", "step-00000001 (the best score 0.5, there is none of step 4)"),
+    ],
+)
+def test_best_shows_the_checkpoint_of_the_best_values_step_or_says_that_there_is_none(
+    by: str, last: str, tmp_path: Path, capsys: Said
+) -> None:
+    run = add_run(tmp_path / "a", {}, [3.0, 1.0])
+    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 4, "loss": 0.5}])
+    store = CheckpointStore(run, "0123456789abcdef")
+    for iteration, score in ((1, 0.5), (2, None), (3, 0.75)):
+        store.write(SerializedState({}, {}), iteration=iteration, facts={}, score=score)
+    assert printed(capsys, "best", tmp_path, "--by", by)[-1].endswith(f"/{last}")
 
 
 def test_where_nothing_was_evaluated_there_is_no_best_run(tmp_path: Path, capsys: Said) -> None:
@@ -386,6 +405,28 @@ def test_a_narrow_table_keeps_the_reason_and_leaves_out_what_is_alike(
     assert {"rate", "depth", "epoch loss"} <= {*head}
     alike = {"size", "best epoch accuracy", "steps"}
     assert alike & {*head} == (set() if columns == 80 else alike)
+
+
+def test_a_narrow_table_keeps_a_result_however_many_parameters_differ(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        config = {f"a_long_parameter_{k}": number for k in range(9)}
+        add_run(tmp_path / str(number), config, [1.0, 0.5], evaluated=0.25)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    head = cells(printed(capsys, "runs", tmp_path))[0]
+    assert {"state", "a_long_parameter_0", "eval loss"} <= {*head}
+
+
+def test_a_run_without_a_config_leaves_alike_parameters_out_of_the_table(tmp_path: Path, capsys: Said) -> None:
+    for number in range(2):
+        add_run(tmp_path / str(number), {"rate": number, "size": 7}, [1.0])
+    add_run(tmp_path / "plain", {}, [1.0])
+    lines = printed(capsys, "runs", tmp_path)
+    assert lines[1] == "2 with size=7"
+    assert {"rate", "size"} & {*cells(lines)[0]} == {"rate"}
 
 
 def test_a_placeholder_of_the_run_folder_is_not_shown(tmp_path: Path, capsys: Said) -> None:

@@ -212,7 +212,7 @@ def test_lines_keep_the_letters_of_a_name_and_show_logged_names_as_they_are(monk
         shown.take(RowMeta(1, iteration, 4, now[0], iteration == 2), {"loss": 1.0, "mIoU": 0.5})
         shown.refresh()
     assert said[0].startswith("Epoch 1, step 1: Loss: 1.0000, MIoU: 0.5000, d/Norm: 2.0000, ")
-    assert said[-1] == "Epoch: 1, Loss: 1.0000, MIoU: 0.5000, d/Norm: 2.0000"
+    assert said[-1] == "Epoch: 1, Loss: 1.0000, MIoU: 0.5000, d/Norm: 2.0000 (last)"
 
 
 def test_a_value_that_is_logged_after_an_epoch_is_never_on_the_next_ones_line() -> None:
