@@ -176,8 +176,8 @@ def cut_text(text: str, most: int = MOST_LETTERS) -> str:
 def describe_gone(name: str, where: RankStatus) -> str:
     """The message of a rank whose connection ended without a word."""
     return (
-        f"Every rank must take part in every collective. {capital(name)} ended without an error of Python (killed, "
-        f"out of memory, or a crash in compiled code).{_last_seen(where)} Read what its launcher and kernel say."
+        f"{capital(name)} ended without an error of Python (killed, out of memory, or a crash in compiled code), and "
+        f"every rank must take part in every collective.{_last_message(where)} Read what its launcher and kernel say."
     )
 
 
@@ -186,8 +186,8 @@ def capital(name: str) -> str:
     return name[0].upper() + name[1:]
 
 
-def _last_seen(where: RankStatus) -> str:
-    return f" It was last seen{where}." if str(where) else ""
+def _last_message(where: RankStatus) -> str:
+    return f" Its last message was sent{where}." if str(where) else ""
 
 
 def find_culprit(
@@ -213,20 +213,20 @@ def find_culprit(
     if ended:
         rank = min(ended)
         return rank, (
-            f"Every rank must take part in every collective. {capital(names[rank])} left the world without an error "
-            "while others were in a collective. Leave loops and call evaluate on all ranks alike."
+            f"{capital(names[rank])} left the world without an error while others were in a collective, and every rank "
+            "must take part in every collective. Leave loops and call evaluate on all ranks alike."
         ), ""  # fmt: skip
     if silent := [rank for rank in range(len(names)) if rank not in here]:
         return silent[0], (
-            f"Every rank must take part in every collective. {capital(names[silent[0]])} does not answer (killed, "
-            "stopped, out of memory, a crash in compiled code, its machine is down, or the network to it is cut)."
-            f"{_last_seen(seen.get(silent[0], RankStatus()))} Read what its launcher and kernel say."
+            f"{capital(names[silent[0]])} does not answer (killed, stopped, out of memory, a crash in compiled code, "
+            "its machine is down, or the network to it is cut), and every rank must take part in every collective."
+            f"{_last_message(seen.get(silent[0], RankStatus()))} Read what its launcher and kernel say."
         ), ""  # fmt: skip
     if late := [rank for rank in range(len(names)) if not here[rank].where.waits]:
         one = here[late[0]]
         return late[0], (
-            f"Every rank must reach every collective within timeout_s={timeout_s:g}. {capital(names[late[0]])} is "
-            f"still{str(one.where) or ' outside of a loop'} while {_waiting(here, names)} waits. Do less between two "
+            f"{capital(names[late[0]])} is still{str(one.where) or ' outside of a loop'} while {_waiting(here, names)} "
+            f"waits, and every rank must reach every collective within timeout_s={timeout_s:g}. Do less between two "
             "collectives, or pass join_world a longer timeout_s."
         ), one.stack  # fmt: skip
     kinds = [one.where.waits for _, one in sorted(here.items())]
@@ -241,9 +241,9 @@ def find_culprit(
     if len(counts) > 1:
         other = next(kind for kind in kinds if kind != kinds[odd])
         return odd, (
-            f"Every rank must make the same collectives in the same order. {capital(names[odd])} waits in "
-            f"{kinds[odd]}{here[odd].where}, others in {other}. Base decisions on folded values alone, and call "
-            "evaluate, and whatever else is for every rank, on all of them."
+            f"{capital(names[odd])} waits in {kinds[odd]}{here[odd].where}, others in {other}, and every rank must "
+            "make the same collectives in the same order. Base decisions on folded values alone, and call evaluate, "
+            "and whatever else is for every rank, on all of them."
         ), here[odd].stack  # fmt: skip
     return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines.", ""
 

@@ -112,7 +112,10 @@ class RankStore:
     def set_failure(self, error: BaseException, where: RankStatus) -> None:
         """Note that this rank failed, unless another one failed before."""
         text = cut_text("".join(traceback.format_exception(error)))
-        self._set_failure(f"{self.names[self._rank]} failed{where}: {format_error(error)}\n\n{text}", self._rank, where)
+        what = format_error(error)
+        if isinstance(error, SystemExit) and (lines := traceback.extract_tb(error.__traceback__)):
+            what += f", at {lines[-1].filename}:{lines[-1].lineno}, while other ranks went on"
+        self._set_failure(f"{self.names[self._rank]} failed{where}: {what}\n\n{text}", self._rank, where)
 
     def _set_failure(self, message: str, rank: int | None, where: RankStatus) -> None:
         word = json.dumps([message, rank, where.stage, where.step])

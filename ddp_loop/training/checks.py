@@ -277,35 +277,36 @@ class NonFiniteGuard(Check):
     def _message(self, look: _PendingCheck) -> str:
         _, value, *rest = look.values.wait().tolist()
         before, by_now = self._blame(look.late, look.iteration)
-        rule = f"A mini-batch's loss must be a finite number. The loss of step {look.iteration} is {value}"
-        gradients = f"A mini-batch's gradients must be finite numbers. In step {look.iteration}"
+        fact = f"The loss of step {look.iteration} is {value}"
         if before:  # no sample is to blame
+            if math.isfinite(value):
+                fact = f"A gradient of step {look.iteration} is not finite"
             return (
-                f"{f'{gradients} one is not' if math.isfinite(value) else rule}: {listed(before)} "
+                f"{fact}: {listed(before)} "
                 f"{'was' if len(before) == 1 else 'were'} not finite before the step's data came in. Look at what "
                 f"wrote it (the update before, the learning rate, a checkpoint). {TOLERATE}"
             )
         if math.isfinite(value):
             name = self._gradients.first_not_finite(written=look.late)
-            bad = "one is not" if look.late else f"the gradient of {name or 'a parameter'} is not"
+            which = "A gradient" if look.late else f"The gradient of {name or 'a parameter'}"
             since = f" ({name} is the first parameter that is not finite since)" if look.late and name else ""
             return (
-                f"{gradients} {bad}{since}, though the loss is, {value:g}. Look for an operation without a slope there "
-                "(the root of 0, a norm of zeros, 0 / 0 masked by torch.where), and at the learning rate. A GradScaler "
-                f"in Loop's state skips such steps itself. {TOLERATE}"
+                f"{which} in step {look.iteration} is not finite{since}, though the loss is, {value:g}. Look for an "
+                "operation without a slope there (the root of 0, a norm of zeros, 0 / 0 masked by torch.where), and at "
+                f"the learning rate. A GradScaler in Loop's state skips such steps itself. {TOLERATE}"
             )
         shards = len(look.mini_batch.sizes)
         full = [number for number, share in enumerate(rest[shards:]) if share]
         culprits = [number for number in full if not math.isfinite(rest[number])]
         are_all = len(culprits) == len(full)
         if culprits and (not are_all or len(full) == 1):  # else it is the whole's
-            rule += self._shard_message(look.mini_batch, culprits[0])
+            fact += self._shard_message(look.mini_batch, culprits[0])
         if are_all and by_now:  # by which other shards' losses would be bad too
-            rule += f". Not finite by now, and perhaps before: {listed(by_now)}"
+            fact += f". Not finite by now, and perhaps before: {listed(by_now)}"
         remedy = "Look for NaN in these data and their labels, and at the learning rate."
         if not culprits and any(map(math.isnan, rest[shards:])):
             remedy = "Look at the weights: each must be 0 or more, and all losses of a shard must have the same."
-        return f"{rule}. {remedy} {TOLERATE}"
+        return f"{fact}. {remedy} {TOLERATE}"
 
     def _shard_message(self, mini_batch: MiniBatch, number: int) -> str:
         sizes = mini_batch.sizes

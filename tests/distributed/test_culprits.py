@@ -125,7 +125,7 @@ def test_the_error_says_where_a_killed_rank_was(on_ranks: OnRanks, tmp_path: Pat
     for rank in (0, 2):
         text = (tmp_path / f"rank-{rank}").read_text()
         assert text.startswith("1 forward 3 ")
-        assert "It was last seen in forward of step 3." in text
+        assert "Its last message was sent in forward of step 3." in text
 
 
 @pytest.mark.slow

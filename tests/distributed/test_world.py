@@ -210,7 +210,8 @@ def miss_a_sum(absent: int) -> tuple[str, str, float]:
 def test_a_rank_that_stays_away_from_a_sum_is_an_error_after_the_timeout(on_ranks: OnRanks) -> None:
     kind, text, took_s = on_ranks(2, miss_a_sum, 1)[0]
     assert kind == "PeerFailed"
-    assert "Every rank must reach every collective within timeout_s=2. Rank 1 is still outside of a loop" in text
+    assert "every rank must reach every collective within timeout_s=2" in text
+    assert "Rank 1 is still outside of a loop" in text
     assert "in miss_a_sum" in text, "the stack where it hangs"
     assert took_s < TIMEOUT_S + FAULT_S
 
@@ -301,7 +302,7 @@ def test_a_rank_that_ends_early_without_an_error_leaves_no_peer_waiting(on_ranks
     assert first[0] == ""
     for kind, text, took_s in others:
         assert kind == "PeerFailed"
-        assert "Every rank must take part in every collective. Rank 0 left the world without an error" in text
+        assert "Rank 0 left the world without an error" in text
         assert took_s < FAULT_S
 
 

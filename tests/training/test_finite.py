@@ -128,7 +128,7 @@ def meet_a_parameter_later() -> str:
 
 
 def test_a_parameter_that_is_met_later_is_looked_at(late: bool, on_ranks: OnRanks) -> None:
-    told = "In step 2 one is not (optimizer.0.2 is" if late else "In step 2 the gradient of optimizer.0.2 is not"
+    told = "A gradient in step 2 is not finite (optimizer.0.2 is" if late else "The gradient of optimizer.0.2 in step 2"
     said = on_ranks(2, meet_a_parameter_later)
     assert all(told in one for one in said), said
 

@@ -181,9 +181,10 @@ def raise_of(world: dl.World, folder: str, how: str, shards: int | None) -> None
 def test_a_gradient_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, late: bool, refused: Refused
 ) -> None:
-    found = r"one is not \(model\.1\.weight is the first parameter that is not finite since\)"
-    found = found if late else r"the gradient of model\.1\.weight is not"
-    said = rf"gradients must be finite numbers\. In step 2 {found}, though the loss is, [0-9.]+\. "
+    said = r"The gradient of model\.1\.weight in step 2 is not finite, though the loss is, [0-9.]+\. "
+    if late:
+        since = r"\(model\.1\.weight is the first parameter that is not finite since\)"
+        said = rf"A gradient in step 2 is not finite {since}, though the loss is, [0-9.]+\. "
     refused(ranks, raise_of, "gradient", shards, kind="FloatingPointError", said=said, by=ALL)
     said = "The loss of step 2 is nan, from shard"
     refused(ranks, raise_of, "loss", shards, kind="FloatingPointError", said=said, by=ALL)
@@ -300,7 +301,7 @@ def never_finite(world: dl.World, folder: str, relief: int) -> None:
 
 @pytest.mark.parametrize("relief", [0, 50])
 def test_a_run_of_which_every_step_is_skipped_ends(relief: int, refused: Refused) -> None:
-    said = f"not 100 in a row. Step {relief + 100} is the last of as many. A mini-batch's loss must be a finite number"
+    said = f"not 100 in a row. Step {relief + 100} is the last of as many. The loss of step {relief + 100} is nan"
     refused(2, never_finite, relief, kind="FloatingPointError", said=said, by=ALL)
 
 
