@@ -25,10 +25,6 @@ from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
 from ddp_loop.distributed import World
 
-_ALIKE = (  # of all ranks' Batches, in the order of `Batches._check_same`
-    "the data's length, batch_size, shards, drop_last, shuffle, seed, partition, until, parts, kind, check_data and "
-    "shares"
-)
 _ALIKE_NAMES = 0.7  # their ratio: "workers" is like "num_workers", but "in_order" is not
 
 
@@ -221,11 +217,12 @@ class Batches:
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
-        facts = *(self.facts | {"shards": self.shards}).values(), self.announced, self._check_data, self.division.asked
-        gathered = self.world.gather(facts, _ALIKE)
+        facts = self.facts | {"shards": self.shards, "kind of data": self.announced, "check_data": self._check_data}
+        facts |= {"shares": self.division.asked}
+        gathered = self.world.gather(facts, "the arguments of Batches")
         if any(other != gathered[0] for other in gathered):
-            require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
-            self.world.require_equal(_ALIKE, facts)
+            require_alike([{"the length": (f"{other['samples']} samples", "")} for other in gathered])
+            self.world.require_equal("Batches", facts)
         if self._check_data and self.world.size > 1 and (fingerprint := self._fingerprint) is not None:
             check_data(fingerprint, self.world)
 

@@ -621,7 +621,8 @@ class SequenceBatches(Batches):
         return found
 
     def _check_same(self) -> None:
-        self.world.require_equal("lanes, length and batch_dim", (self.batch_size, self._chunk, self.batch_dim))
+        own = {"lanes": self.batch_size, "length": self._chunk, "batch_dim": self.batch_dim}
+        self.world.require_equal("SequenceBatches", own)
         super()._check_same()
 
     @property

@@ -8,7 +8,7 @@ What must be read although logging is off goes to the standard error: failures, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -24,7 +24,15 @@ from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.encoding import check_plain
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten, shorten_refusal
+from ddp_loop.distributed.failures import (
+    PeerFailed,
+    RankStatus,
+    Stopped,
+    format_error,
+    listed,
+    shorten,
+    shorten_refusal,
+)
 from ddp_loop.distributed.process_group import ProcessGroups
 from ddp_loop.distributed.processes import report_to_launcher
 from ddp_loop.distributed.stops import Stops
@@ -112,7 +120,7 @@ class World:
             self._watchdog.start()
             if self._groups is not None and self._groups.memory is not None:
                 self._groups.memory.watch(self._watchdog.noticed)
-            self.require_equal("seed, threads and timeout_s", (seed, threads, timeout_s))
+            self.require_equal("join_world", {"seed": seed, "threads": threads, "timeout_s": timeout_s})
             torch.set_num_threads(threads)
             seed_everything(seed)
         except BaseException as error:
@@ -289,15 +297,23 @@ class World:
         """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this.
 
         Args:
-            what, value: the value in words, for the error, and this rank's value.
+            what: the value in words, for the error.
+            value: this rank's. Of a dict the error has the entries that differ.
         """
         values = self.gather(value, what)
+        first = values[0]
         for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ValueError(
-                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}. Pass "
-                    "the same, in the same order, on all ranks."
-                )
+            if other == first:
+                continue
+            texts = [str(first), str(other)]
+            if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() == other.keys():
+                names = [name for name in first if first[name] != other[name]]
+                what = f"{listed(names)} of {what}"
+                texts = [", ".join(f"{name}={one[name]!r}" for name in names) for one in (first, other)]
+            raise ValueError(
+                f"{what} must be the same on every rank. Rank 0 has {texts[0]}, rank {rank} has {texts[1]}. Pass the "
+                "same, in the same order, on all ranks."
+            )
 
     def begin_evaluation(self, stage: str) -> int:
         """The key of an evaluation's random streams, new for each. Every rank must call this.

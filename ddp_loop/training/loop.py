@@ -22,7 +22,7 @@ from ddp_loop.training.fold import Fold
 from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import RunRecorder, open_trace
 from ddp_loop.training.step import Epoch, Job, Step
-from ddp_loop.training.validation import SAME, OnNonFinite, check_arguments, check_batches, check_state
+from ddp_loop.training.validation import OnNonFinite, check_arguments, check_batches, check_state
 
 
 class Loop:
@@ -144,9 +144,11 @@ class Loop:
                     self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
-            rules = dict(buffer_reduction or {})
-            facts = *sums.values(), check_replicas_every, on_nonfinite, ordered, rules, run_dir is None, resume
-            same = epochs, steps, *facts, str(resume_from), save_every, trace, profile, flat
+            same: dict[str, Any] = {"epochs": epochs, "steps": steps, **sums, "on_nonfinite": on_nonfinite}
+            same |= {"check_replicas_every": check_replicas_every, "ordered": ordered, "resume": resume}
+            same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
+            same |= {"a run_dir": run_dir is not None, "save_every": save_every, "trace": trace, "profile": profile}
+            same |= {"config": flat}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
@@ -174,7 +176,7 @@ class Loop:
     def _begin(
         self,
         problem: Exception | None,
-        facts: tuple[object, ...],
+        same: Mapping[str, object],
         restore: Callable[[], dict[str, int] | None],
         open_rows: Callable[[], None],
     ) -> None:
@@ -183,7 +185,7 @@ class Loop:
             if problem is None:
                 self._release = self._job.release
             self.world.raise_if_any_failed(problem)
-            self.world.require_equal(SAME, facts)
+            self.world.require_equal("Loop", dict(same))
             self._job.make_equal()
             position = restore()
             if position is not None:

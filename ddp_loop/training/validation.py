@@ -23,10 +23,6 @@ from ddp_loop.determinism import check_count
 from ddp_loop.distributed import each_module, find_modules, format_error
 
 Part = TypeVar("Part")
-SAME = (  # arguments of a Loop that must be the same on all ranks
-    "epochs, steps, bucket_cap_mib, reduce_dtype, check_replicas_every, on_nonfinite, ordered, buffer_reduction, "
-    "run_dir, resume, resume_from, save_every, trace, profile, config"
-)
 OnNonFinite = Literal["raise", "skip", "allow"]
 _OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
 _OF_STEPS = re.compile(r"values to unpack|(not|got) Step\b|'Step'")

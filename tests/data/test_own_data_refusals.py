@@ -45,7 +45,12 @@ SIZED = {"sized": True}
         (1, {"until": "first"}, {}, r"until.* must be the same on every rank\. .*'all'.*'first'"),
         (1, {"partition": "own"}, {}, r"partition.* must be the same on every rank\. .*'local'.*'own'"),
         (1, {**SIZED, "partition": "global"}, {**SIZED}, r"must be the same on every rank\. .*'local'.*'global'"),
-        (0, {**SIZED, "partition": "own"}, {"partition": "own"}, r"kind.* must be the same on every rank"),
+        (
+            0,
+            {**SIZED, "partition": "own"},
+            {"partition": "own"},
+            r"kind of data.* of Batches must be the same on every rank",
+        ),
         (ALL, {"partition": "mine"}, {}, r"partition must be one of \('global', 'local', 'own'\)\. Got 'mine'"),
         (ALL, {"until": "last"}, {}, r"until must be one of"),
         (ALL, {"partition": "global", "until": "first"}, {}, r'until="first" is for data in parts'),

@@ -204,8 +204,8 @@ def bad_on_a_rank(world: dl.World, folder: str, what: str) -> None:
 
 BAD_ON_A_RANK = {
     "an empty sequence": ("ValueError", "must have a time step. Sequence 2 has 0", 1),
-    "lanes": ("ValueError", r"lanes, length and batch_dim must be the same on every rank.*\(4, 4, 1\)", ALL),
-    "length": ("ValueError", r"lanes, length and batch_dim must be the same on every rank.*\(5, 3, 1\)", ALL),
+    "lanes": ("ValueError", r"lanes of SequenceBatches must be the same on every rank\..* has lanes=4", ALL),
+    "length": ("ValueError", r"length of SequenceBatches must be the same on every rank\..* has length=3", ALL),
     "a longer sequence": ("ValueError", "Every rank must be given the same data", ALL),
     "other values": ("ValueError", "the values of the sequences.*different values on rank 1", ALL),
     "a wrong length": ("ValueError", "Sequence 10 has 7 time steps, and had 9", None),

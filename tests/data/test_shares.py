@@ -149,5 +149,5 @@ def disagree(world: dl.World, folder: str, of_ranks: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("of_ranks", [((3, 1), (1, 3)), ((3, 1), "measured"), (None, (1, 1))], ids=str)
 def test_ranks_that_disagree_are_refused(of_ranks: tuple[Any, ...], refused: Refused) -> None:
-    said = "check_data and shares must be the same on every rank"
+    said = "shares of Batches must be the same on every rank"
     refused(2, disagree, of_ranks, kind="ValueError", said=said, by=ALL)

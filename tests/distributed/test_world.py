@@ -121,7 +121,7 @@ def test_ranks_that_disagree_on_seed_or_threads_or_timeout_are_refused_on_all(
 ) -> None:
     for kind, text, took_s in on_ranks(3, join_with, name, 1, value, usual):
         assert kind in ("ValueError", "PeerFailed")
-        assert "seed, threads and timeout_s must be the same on every rank" in text
+        assert f"{name} of join_world must be the same on every rank. Rank 0 has {name}={usual}" in text
         assert took_s < FAULT_S
 
 

@@ -113,7 +113,7 @@ def loop_of(world: dl.World, folder: str, profile: Any) -> None:
         (2.5, "profile"),
         (True, "profile"),
         (6, "Ask for 5 at most"),
-        ([4, None], "save_every, trace, profile, config must be the same on every rank"),
+        ([4, None], "profile of Loop must be the same on every rank. Rank 0 has profile=4, rank 1 has profile=None"),
     ],
 )
 def test_a_bad_number_is_refused_on_all_ranks(profile: object, said: str, refused: Refused) -> None:

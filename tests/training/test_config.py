@@ -105,7 +105,7 @@ def make_different_loops(world: dl.World, folder: str, has_folder: bool) -> None
 
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_ranks_with_different_configs_are_refused(has_folder: bool, refused: Refused) -> None:
-    said = "config must be the same on every rank.*0\\.1.*1\\.1"
+    said = "config of Loop must be the same on every rank.*0\\.1.*1\\.1"
     refused(3, make_different_loops, has_folder, kind="ValueError", said=said, by=ALL)
 
 
