@@ -18,7 +18,7 @@ from ddp_loop.data import Batches, MiniBatch, Shard
 from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
 from ddp_loop.distributed import World, listed, require_one_model
 from ddp_loop.torch_metrics import MetricStates
-from ddp_loop.training import Sum, check_mean, refuse_wrapped
+from ddp_loop.training import Sum, check_batches, check_mean, refuse_wrapped
 
 Forward = Callable[[nn.Module, Any], Any]
 Named = Mapping[str, Any] | None
@@ -55,6 +55,22 @@ def forward_first(model: nn.Module, data: Any) -> Any:
             "The model takes the first part of each shard. These data are dicts. Pass forward=lambda model, data: ..."
         )
     return model(inputs)
+
+
+def world_of(model: object, batches: object, what: str, functions: Mapping[str, object] | None = None) -> World:
+    """The world of batches; raises TypeError for other arguments, such as swapped ones.
+
+    Args:
+        what: the name of the caller.
+        functions: metrics.
+    """
+    world = check_batches(batches, what).world
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what} takes a model, a torch.nn.Module, first. Got {type(model).__name__}.")
+    for name, function in (functions or {}).items():
+        if not callable(function):
+            raise TypeError(f"A metric must be a function of the output and the data. {name} is {function!r}.")
+    return world
 
 
 @contextmanager
@@ -132,7 +148,7 @@ def evaluate(
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
-    world, batches = batches.world, batches.for_evaluation()
+    world, batches = world_of(model, batches, "evaluate", functions), batches.for_evaluation()
     states = MetricStates(metrics or {}, world.device)
     world.stops.raise_if_stopped()
     _agree_on_names([*functions, *states.names], world)
@@ -265,7 +281,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
-    world = batches.world
+    world = world_of(model, batches, "predict")
     world.stops.raise_if_stopped()
     if batches.length is None and batches.ends:
         raise ValueError("Predictions have a row per sample. The length of a stream is unknown. Pass a data set.")
@@ -336,7 +352,7 @@ def confusion_matrix(
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
-    world = batches.world
+    world = world_of(model, batches, "confusion_matrix")
     world.stops.raise_if_stopped()
     classes = check_count("classes", classes)
     world.require_equal("classes", classes)

@@ -14,7 +14,7 @@ from ddp_loop.batch_norm import BatchNormStatistics, Captures, SyncChannel, batc
 from ddp_loop.data import Batches, LoadedBatch, MiniBatch
 from ddp_loop.determinism import preserved_streams, seed_shard
 from ddp_loop.distributed import IDENTITY, World, each_module
-from ddp_loop.evaluation import Forward, forward_first
+from ddp_loop.evaluation import Forward, forward_first, world_of
 from ddp_loop.training import Buffers, check_synced, find_buffers, refuse_wrapped
 
 _AGAIN = 2**32  # stands for the number of a pass; no loop makes so many
@@ -39,7 +39,7 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
         Stopped: as in `evaluate`.
         PeerFailed: another rank failed.
     """
-    world = batches.world
+    world = world_of(model, batches, "update_bn")
     world.stops.raise_if_stopped()
     layers = batch_norm_layers({"model": model})
     sync_channels = [channel for channel in find_sync_channels([model]) if channel.size > 1]

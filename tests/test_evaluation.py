@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -270,6 +270,29 @@ def test_a_metric_that_is_no_value_per_sample_nor_their_mean_is_refused(what: st
     metric, kind, words = METRICS[what]
     with dl.join_world() as world, pytest.raises(kind, match=words):
         dl.evaluate(network(), dl.Batches(images(10), 5, world, shards=1), bad=metric)
+
+
+MISPLACED: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda model, batches: dl.evaluate(batches, model),
+        "evaluate takes its mini-batches from Batches. Got Sequential",
+    ),
+    (lambda model, batches: dl.evaluate(model, cast(Any, [1])), "evaluate takes its mini-batches from .* Got list"),
+    (lambda model, batches: dl.predict(batches, model), "predict takes its mini-batches from Batches. Got Sequential"),
+    (lambda model, batches: dl.confusion_matrix(batches, model, 3), "confusion_matrix takes its mini-batches"),
+    (lambda model, batches: dl.update_bn(batches, model), "update_bn takes its mini-batches"),
+    (lambda model, batches: dl.evaluate(model.forward, batches), "evaluate takes a model, .* first. Got method"),
+    (lambda model, batches: dl.evaluate(model, batches, accuracy=cast(Any, 3)), "must be a function .* accuracy is 3"),
+    (lambda model, batches: dl.Batches(images(10), batches.world, cast(Any, 5)), "Got 5 as the world"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), MISPLACED)
+def test_arguments_that_are_swapped_or_of_another_kind_are_named(call: Callable[..., Any], said: str) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(images(10), 5, world)
+        with pytest.raises(TypeError, match=said):
+            call(network(), batches)
 
 
 def test_a_metric_does_not_take_the_name_of_the_count() -> None:

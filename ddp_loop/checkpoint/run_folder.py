@@ -176,6 +176,8 @@ class RunFolder:
 
     def _explaining(self) -> AbstractContextManager[None]:
         remedy = "Make room there, make it writable, or pass another run_dir=."
+        if self.folder.is_file():
+            remedy = "It is a file. Pass a folder as run_dir=."
         return explained(f"The run folder {self.folder} cannot be created or written", remedy)
 
     def _take_lock(self) -> FileLock:

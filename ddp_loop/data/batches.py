@@ -68,6 +68,13 @@ class LoadedBatch:
             self.data(len(self.mini_batch.shards) - 1)
 
 
+def _check_flags(**flags: object) -> None:
+    """Raise ValueError for a text in place of True or False, as from a command line, since any text counts as true."""
+    for name, flag in flags.items():
+        if isinstance(flag, str):
+            raise ValueError(f"{name} must be True or False. Got {flag!r}.")
+
+
 class Batches:
     """Mini-batches of `data`, cut into shards, and the shards over the ranks. Every rank must call this.
 
@@ -159,6 +166,8 @@ class Batches:
         check_data: bool = True,
         **loader: Any,
     ) -> None:
+        if not isinstance(world, World):
+            raise TypeError(f"Batches takes data, batch_size and a world from join_world. Got {world!r} as the world.")
         self.world = world
         self._check_data = check_data and partition != "own"
         self._passed = StreamPass()
@@ -169,6 +178,7 @@ class Batches:
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
         with world.failing_together(Exception):  # the length of a data set is the user's code
+            _check_flags(shuffle=shuffle, drop_last=drop_last)
             self._takes_all = batch_size is None and partition != "global"
             self.batch_size = 1 if self._takes_all else check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None

@@ -36,7 +36,7 @@ from ddp_loop.training.fold import Fold
 from ddp_loop.training.loop import Loop
 from ddp_loop.training.rows import StepResult
 from ddp_loop.training.step import Epoch, Step
-from ddp_loop.training.validation import Sum, check_mean, check_synced, refuse_wrapped
+from ddp_loop.training.validation import Sum, check_batches, check_mean, check_synced, refuse_wrapped
 
 __all__ = [
     "Buffers",
@@ -46,6 +46,7 @@ __all__ = [
     "Step",
     "StepResult",
     "Sum",
+    "check_batches",
     "check_mean",
     "check_synced",
     "find_buffers",

@@ -120,8 +120,9 @@ class Loop:
         self.batches = check_batches(batches)
         self.world = batches.world
         epochs, steps = map(as_int, (epochs, steps))
-        self._where = LoopPosition(batches, epochs, steps)
         watched = trace_request_of(batches)
+        most_steps = steps if watched is None else min(watched.steps, steps or watched.steps)
+        self._where = LoopPosition(batches, epochs, most_steps)
         folder = None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         adds_in_order = batches.fixed_shards if ordered is None else ordered
@@ -140,15 +141,12 @@ class Loop:
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
                 recorder.tracer = open_trace(folder, batches, parts, watched, trace=trace, ordered=adds_in_order)
                 self._job = Job(parts, batches, new_fold, self._where, checks, recorder, self._ahead)
-                if watched is not None:
-                    self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
-            same: dict[str, Any] = {"epochs": epochs, "steps": steps, **sums, "on_nonfinite": on_nonfinite}
-            same |= {"check_replicas_every": check_replicas_every, "ordered": ordered, "resume": resume}
+            same = {"epochs": epochs, "steps": steps, **sums, "trace": trace, "profile": profile, "config": flat}
+            same |= {"check_replicas_every": check_replicas_every, "on_nonfinite": on_nonfinite, "ordered": ordered}
             same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
-            same |= {"a run_dir": run_dir is not None, "save_every": save_every, "trace": trace, "profile": profile}
-            same |= {"config": flat}
+            same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 

@@ -29,6 +29,7 @@ from numbers import Real
 from operator import attrgetter, le
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from ddp_loop.accelerators import is_asynchronous, sent
@@ -39,7 +40,16 @@ from ddp_loop.training.buckets import FlatAllReduce, finish_all
 from ddp_loop.training.buffers import Buffers, weighted_mean
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.ordered_sum import ReductionOrder
-from ddp_loop.training.validation import REFUSED_NAMES, Sum, Value, Weight, check_mean, reserved_names
+from ddp_loop.training.validation import (
+    REFUSED_NAMES,
+    TORCHS_SUM,
+    Sum,
+    Value,
+    Weight,
+    check_mean,
+    refuse_sum,
+    reserved_names,
+)
 
 Places = tuple[str, str]  # of two shards or ranks, in words
 Modes = tuple[str, ...]  # the modules in evaluation mode, by name
@@ -255,18 +265,31 @@ class ShardRecord:
     held: bool = False  # its outputs wait for a loss of the whole mini-batch
     modes: Modes = ()  # when its backward began
 
-    def add(self, value: torch.Tensor, weight: Weight | None, reduction: str, metrics: dict[str, Value]) -> Weight:
+    def add(
+        self,
+        value: torch.Tensor,
+        weight: Weight | None,
+        reduction: str,
+        metrics: dict[str, Value],
+        made_by: Node | None,
+    ) -> Weight:
         """Record a loss and its metrics; returns the shard's weight.
 
         Args:
             value: of the loss, shape (), a tensor of this record's own.
             weight, reduction, metrics: as given to `Step.backward`.
+            made_by: the operation whose result the loss is.
 
         Raises:
-            ValueError: a reserved metric name, or another weight or reduction than the shard's first loss had.
+            ValueError: torch's sum over samples as their mean, a reserved metric name, or another weight or reduction
+                than the shard's first loss had.
         """
         if not REFUSED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
+        if reduction == "mean" and (
+            getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha")
+        ):  # one of torch's losses, or several added up
+            refuse_sum(made_by, self.shard.samples)
         former = self.weight
         if self.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
             weight = weight.where(weight == former, math.nan)  # the guard finds it one step later

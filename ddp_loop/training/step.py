@@ -39,7 +39,6 @@ from ddp_loop.training.recorder import RunRecorder
 from ddp_loop.training.rows import ShardRecord, StepResult, as_metric
 from ddp_loop.training.validation import (
     REFUSED_NAMES,
-    TORCHS_SUM,
     Reduction,
     Value,
     Weight,
@@ -50,7 +49,6 @@ from ddp_loop.training.validation import (
     enabled_scalers,
     explain,
     parts_of,
-    refuse_sum,
     reserved_names,
 )
 
@@ -246,13 +244,9 @@ class Step:
             return
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
-        if reduction == "mean" and (
-            getattr(loss.grad_fn, "_saved_reduction", None) == TORCHS_SUM or hasattr(loss.grad_fn, "_saved_alpha")
-        ):  # one of torch's losses, or several added up
-            refuse_sum(loss, record.shard.samples)
         weight = None if weight is None else check_weight(weight)
         value = job.fold.unscaled(loss) if job.fold.scalers else loss.detach().clone()
-        size = record.add(value, weight, reduction, metrics)
+        size = record.add(value, weight, reduction, metrics, made_by=loss.grad_fn)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -58,13 +59,13 @@ def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips
         error.add_note(_MORE_SHARDS)
 
 
-def check_batches(batches: object) -> Batches:
-    """The batches of a Loop; raises TypeError for anything else, such as a DataLoader."""
+def check_batches(batches: object, taker: str = "A Loop") -> Batches:
+    """The batches of a Loop or an evaluation; raises TypeError for anything else, such as a DataLoader."""
     if isinstance(batches, Batches):
         return batches
     data = "loader.dataset, loader.batch_size" if isinstance(batches, DataLoader) else "data, batch_size"
     raise TypeError(
-        f"A Loop takes its mini-batches from Batches. Got {type(batches).__name__}. Pass dl.Batches({data}, world)."
+        f"{taker} takes its mini-batches from Batches. Got {type(batches).__name__}. Pass dl.Batches({data}, world)."
     )
 
 
@@ -252,10 +253,14 @@ def bad_loss(loss: object) -> ValueError:
 TORCHS_SUM = 2  # at::Reduction::Sum, which torch's losses keep for their backward
 
 
-def refuse_sum(loss: torch.Tensor, samples: int) -> None:
-    """Raise ValueError if a loss of several samples, or a part of it, is torch's sum over them, given as their mean."""
-    assert loss.grad_fn is not None
-    parts = [loss.grad_fn, *(below for below, _ in loss.grad_fn.next_functions)]
+def refuse_sum(made_by: Node | None, samples: int) -> None:
+    """Raise ValueError if a loss of several samples, or a part of it, is torch's sum over them, given as their mean.
+
+    Args:
+        made_by: the operation whose result the loss is.
+        samples: of the shard.
+    """
+    parts = [] if made_by is None else [made_by, *(below for below, _ in made_by.next_functions)]
     if samples > 1 and any(getattr(part, "_saved_reduction", None) == TORCHS_SUM for part in parts):
         raise ValueError(
             f"step.backward takes the shard's mean loss. This one is torch's sum (reduction=\"sum\") over {samples} "

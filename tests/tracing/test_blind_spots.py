@@ -252,9 +252,9 @@ def test_draws_for_a_whole_shard_depend_on_the_shards(pool: Pool, tmp_path: Path
 # -- losses ------------------------------------------------------------------------------------------------
 
 SUMS = {
-    "a sum": "cross_entropy(logits, y, reduction='sum')",
-    "with noise": "cross_entropy(logits + 0.1 * torch.randn_like(logits), y, reduction='sum')",
-    "a vae": "binary_cross_entropy_with_logits(logits, x[:, :4] / 20, reduction='sum') + 0.5 * logits.square().sum()",
+    "a sum": "cross_entropy(logits, y, reduction='none').sum()",
+    "with noise": "cross_entropy(logits + 0.1 * torch.randn_like(logits), y, reduction='none').sum()",
+    "a vae": "binary_cross_entropy_with_logits(logits, x[:, :4] / 20, reduction='none').sum() + 0.5 * logits.square().sum()",
     "by the ranks": "cross_entropy(logits, y) / world.size",
 }
 
