@@ -254,7 +254,8 @@ def test_draws_for_a_whole_shard_depend_on_the_shards(pool: Pool, tmp_path: Path
 SUMS = {
     "a sum": "cross_entropy(logits, y, reduction='none').sum()",
     "with noise": "cross_entropy(logits + 0.1 * torch.randn_like(logits), y, reduction='none').sum()",
-    "a vae": "binary_cross_entropy_with_logits(logits, x[:, :4] / 20, reduction='none').sum() + 0.5 * logits.square().sum()",
+    "a vae": "binary_cross_entropy_with_logits(logits, x[:, :4] / 20, reduction='none').sum()"
+    " + 0.5 * logits.square().sum()",
     "by the ranks": "cross_entropy(logits, y) / world.size",
 }
 
