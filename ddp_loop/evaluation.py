@@ -143,8 +143,8 @@ def evaluate(
 
     Raises:
         Stopped: the ranks have stopped, or are asked to between two steps of a loop or after it. It ends the script.
-        ValueError: a metric of another shape, one named "samples", metrics that differ between ranks, a sum in some
-            shards alone, a metric of torchmetrics that cannot be merged exactly, or data that never end.
+        ValueError: a metric of another shape, a count as a mean, one named "samples", metrics that differ between
+            ranks, a sum in some shards alone, a metric of torchmetrics that cannot be merged exactly, or endless data.
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """

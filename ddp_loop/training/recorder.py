@@ -244,7 +244,7 @@ class RunRecorder:
                 if where.length is not None and where.iteration > where.length:
                     made = f"{where.iteration} steps, and {bound}={where.extent[bound]} asks for {where.length}"
                 checkpointer.say(
-                    f"{checkpointer.folder} is finished: it has made {made}. Raise {bound}= to go on, or pass "
+                    f"{checkpointer.folder} is finished: it has made {made}. Raise {bound}= to train further, or pass "
                     "resume=False to start over (its files move to before/)."
                 )
             elif progress:

@@ -224,8 +224,8 @@ class Step:
 
         Raises:
             RuntimeError: outside of a shard, or after its last backward.
-            ValueError: a loss that is no scalar or needs no gradient, a bad weight or metric, or losses of one shard
-                with different weights or reductions.
+            ValueError: a loss that is no scalar or needs no gradient, torch's `reduction="sum"` or a count in place of
+                a mean, a bad weight or metric, or losses of one shard with different weights or reductions.
         """
         job = self._job
         record = self._record

@@ -314,7 +314,7 @@ def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
 ) -> None:
     _, weights, _ = small(tmp_path, **first)
     assert small(tmp_path, **then)[:2] == ([], weights)
-    start_over = " to go on, or pass resume=False to start over (its files move to before/)."
+    start_over = " to train further, or pass resume=False to start over (its files move to before/)."
     assert notices(capsys)[-1] == f"ddp_loop: {tmp_path} is finished: it has made {said}{start_over}"
 
 

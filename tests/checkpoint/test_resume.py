@@ -133,7 +133,9 @@ def test_a_finished_run_makes_no_step_and_says_so(tmp_path: Path, capsys: pytest
     assert again.made == []
     assert different(whole, again) == []
     assert status_of(tmp_path)["status"] == "done"
-    said = f"ddp_loop: {tmp_path} is finished: it has made the 10 steps of epochs=2. Raise epochs= to go on, or "
+    said = (
+        f"ddp_loop: {tmp_path} is finished: it has made the 10 steps of epochs=2. Raise epochs= to train further, or "
+    )
     assert said in capsys.readouterr().out
 
 
