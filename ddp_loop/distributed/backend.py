@@ -109,12 +109,11 @@ class Backend(Protocol):
     def start_settling(self) -> Work | None:
         """Start to wait until no rank reads what the last sums left in this one's memory; None if none can."""
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def wait(self, work: Work) -> None:
         """Wait for an operation until its values can be used on their device.
 
-        Args:
-            work: the operation.
-            in_vain: whether a rank failed, is elsewhere, or takes too long; called every LOOK_S seconds.
+        Where the host waits, it looks every LOOK_S seconds whether that is in vain, by a function that the backend was
+        made with: a rank failed, is elsewhere, or takes too long.
 
         Raises:
             Parted: ranks make different operations.

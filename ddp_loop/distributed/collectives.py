@@ -130,7 +130,7 @@ class Collectives:
             work.wait()
             return
         with _Wait(self, STEP):
-            backend.wait(work, self.is_in_vain)
+            backend.wait(work)
         self.under_way.pop(work, None)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
@@ -170,7 +170,7 @@ class Collectives:
         others = self._backends.others
         whole = part.new_empty(others.size * part.numel())
         with _Wait(self, waits):
-            others.wait(others.start_gather(whole, part, waits), self.is_in_vain)
+            others.wait(others.start_gather(whole, part, waits))
         return whole.view(others.size, -1)
 
     def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
@@ -187,7 +187,7 @@ class Collectives:
         others = self._backends.others
         with _Wait(self, kind):
             work, rows_of_all = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
-            others.wait(work, self.is_in_vain)
+            others.wait(work)
         told = rows_of_all()
         if len({crc for crc, _ in told}) > 1:
             room = torch.zeros(_KIND_BYTES, dtype=torch.uint8, device="cpu")
@@ -208,7 +208,7 @@ class Collectives:
             return
         with _Wait(self, waits):
             if (work := operation(self._backends.others)) is not None:
-                self._backends.others.wait(work, self.is_in_vain)
+                self._backends.others.wait(work)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
         """Add `tensor` up over all ranks, in place."""

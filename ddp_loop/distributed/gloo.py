@@ -35,11 +35,20 @@ _kept: list[tuple[dist.ProcessGroup, Collection[Work]]] = []
 
 
 class GlooBackend(TorchBackend):
-    """A process group of gloo."""
+    """A process group of gloo.
+
+    Args:
+        group: of the ranks.
+        in_vain: as in `Backend.wait`.
+    """
 
     holds_up_host = True
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def __init__(self, group: dist.ProcessGroup, in_vain: Callable[[], bool]) -> None:
+        super().__init__(group)
+        self._in_vain = in_vain
+
+    def wait(self, work: Work) -> None:
         """Wait in slices; with several sums under way one of ten is not woken when a peer's connection closes."""
         while True:
             try:
@@ -49,7 +58,7 @@ class GlooBackend(TorchBackend):
                 if work.is_completed():  # perhaps after the slice ran out, so it may not have failed
                     work.wait()  # returns at once, or raises what ended it
                     return
-                if in_vain():
+                if self._in_vain():
                     raise
 
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:

@@ -40,7 +40,7 @@ _VIEWS = 4096
 _SPIN_S = 100e-6  # where each rank has a core
 _NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
-Then = Callable[["Meeting", Callable[[], bool]], None]
+Then = Callable[["Meeting"], None]
 
 
 @lru_cache(maxsize=1024)
@@ -85,11 +85,11 @@ class Meeting:
         found = {**self.headers, next(rank for rank in range(size) if rank not in self.headers): own}
         return [found[rank].words[:count] for rank in range(size)]
 
-    def complete(self, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
+    def complete(self, headers: dict[int, Header]) -> None:
         """Store the headers, and do the rest of the operation; again if Ctrl-C interrupted that before."""
         self.headers = headers
         if self._then is not None:
-            self._then(self, in_vain)
+            self._then(self)
         self._then = None
         self.is_over = True
 
@@ -137,7 +137,7 @@ class Meetings:
         arenas: of all ranks of the machine, in rank order.
         first: the machine's first rank; messages count over all machines.
         where: where this rank is.
-        in_vain: whether a rank failed or takes too long; called every LOOK_S seconds where `start_...` must wait.
+        in_vain: as in `Backend.wait`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Meetings:
         self._peers = peers
         self._arenas = [one.bytes for one in arenas]
         self._where = where
-        self.in_vain = in_vain
+        self._in_vain = in_vain
         self.others = [other for other in range(len(arenas)) if other != rank]
         self._sequence = 0
         self._open: dict[int, Meeting] = {}  # operations whose values in arenas this rank may still read
@@ -217,10 +217,10 @@ class Meetings:
         self._send(header, self.others)
         return Meeting(header, meeting.what)
 
-    def finish(self, work: Meeting, in_vain: Callable[[], bool]) -> None:
-        """Wait until the headers of all ranks have come, and complete the operation."""
+    def finish(self, work: Meeting) -> Meeting:
+        """Wait until the headers of all ranks have come, complete the operation, and return it."""
         if work.is_over:
-            return
+            return work
         key = work.header.sequence, work.stage
         self._drain(self.others)
         self._spin(key)
@@ -232,13 +232,14 @@ class Meetings:
                 self._check_started(work, headers)
             return late
 
-        self._await(missing, in_vain, f"not every rank came to {work.what}")
+        self._await(missing, f"not every rank came to {work.what}")
         if not work.is_over:  # another rank may have asked for it
-            self._complete(work, self._inbox.headers.get(key, {}), in_vain)
+            self._complete(work, self._inbox.headers.get(key, {}))
         if self._inbox.asked:
             self._answer()
+        return work
 
-    def _await(self, missing: Callable[[], list[int]], in_vain: Callable[[], bool], why: str) -> None:
+    def _await(self, missing: Callable[[], list[int]], why: str) -> None:
         """Read messages until no rank is missing.
 
         Raises:
@@ -254,7 +255,7 @@ class Meetings:
             self._drain(ready := self._peers.wait(LOOK_S))
             if not ready or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                if in_vain():
+                if self._in_vain():
                     self._drain(self.others)  # a rank that failed sent its part first, if it came so far
                     if missing():
                         raise RuntimeError(why)
@@ -266,16 +267,11 @@ class Meetings:
             os.sched_yield()
             self._drain(self.others)
 
-    def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
+    def _complete(self, work: Meeting, headers: dict[int, Header]) -> None:
         self._check(work, headers)
-        work.complete(headers, in_vain)
+        work.complete(headers)
         self._inbox.headers.pop((work.sequence, work.stage), None)
         self._open.pop(work.sequence, None)
-
-    def finish_now(self, work: Meeting) -> Meeting:
-        """Wait inside of another operation's start; returns the meeting."""
-        self.finish(work, self.in_vain)
-        return work
 
     def _answer(self) -> None:
         """Complete the operations that other ranks requested, if their headers have come, and reply."""
@@ -283,7 +279,7 @@ class Meetings:
             for number in [number for number in self._open if number <= sequence]:
                 headers = self._inbox.headers.get((number, ARRIVED), {})
                 if number in self._open and len(headers) == len(self.others):
-                    self._complete(self._open[number], headers, self.in_vain)  # it only reads what is there
+                    self._complete(self._open[number], headers)  # it only reads what is there
             if rank in self._inbox.asked and self._completed >= sequence:
                 del self._inbox.asked[rank]
                 self._send(Header(_DONE, done=self._completed), [rank])
@@ -335,7 +331,7 @@ class Meetings:
                 time.sleep(_ROOM_S)
                 if (now := time.monotonic()) - looked > LOOK_S:
                     looked = now
-                    if self.in_vain():
+                    if self._in_vain():
                         raise RuntimeError(f"rank {self._first + to[0]} reads no messages")
 
     def _drain(self, ranks: Collection[int]) -> None:
@@ -397,7 +393,7 @@ class Meetings:
     def _await_completed(self, sequence: int) -> None:
         """Wait until all ranks have completed an operation, with those before it."""
         for meeting in [meeting for number, meeting in self._open.items() if number <= sequence]:
-            self.finish_now(meeting)
+            self.finish(meeting)
 
         def late() -> list[int]:
             return [rank for rank in self.others if self._inbox.done[rank] < sequence]
@@ -405,7 +401,7 @@ class Meetings:
         self._drain(late())
         if asked := late():
             self._send(Header(_ASK, sequence=sequence), asked)
-            self._await(late, self.in_vain, "not every rank completed its operations")
+            self._await(late, "not every rank completed its operations")
 
     # -- leaving -------------------------------------------------------------------------------------------
 

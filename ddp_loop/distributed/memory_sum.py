@@ -12,7 +12,7 @@ If a rank has no memory for a segment, all ranks use the arena instead, part by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -87,7 +87,7 @@ class MemoryFlatSum:
         if rows is None:
             step = PART_BYTES // max(self._rows) // self._real.itemsize
             for first in range(0, self._count, step):
-                self._meetings.finish_now(self._through_arena(slice(first, first + step)))
+                self._meetings.finish(self._through_arena(slice(first, first + step)))
             self._meeting = None
             return None
         first, end = self._slice(self._meetings.rank)
@@ -125,7 +125,7 @@ class MemoryFlatSum:
         if any(header.segments for header in headers.values()):
             mapped = [self._map(meeting, other) for other in meeting.headers]
             problem = not all(mapped)
-            told = self._meetings.finish_now(self._meetings.again(meeting, MAPPED, (problem,)))
+            told = self._meetings.finish(self._meetings.again(meeting, MAPPED, (problem,)))
             if problem or any(header.words[0] for header in told.headers.values()):
                 self._own.clear()  # from now on
         if any(header.words[0] == 0 for header in headers.values()) or not self._own:
@@ -177,7 +177,7 @@ class MemoryFlatSum:
         own = [row[part] for row in self._sent]
         count = len(own[0])
 
-        def add(meeting: Meeting, in_vain: Callable[[], bool]) -> None:
+        def add(meeting: Meeting) -> None:
             rows = [
                 self._meetings.values_of(meeting, rank, self._real, rows * count).view(rows, count)
                 for rank, rows in enumerate(self._rows)

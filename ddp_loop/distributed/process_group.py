@@ -69,6 +69,7 @@ class ProcessGroups:
         self._place = place
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._in_vain = in_vain
         self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
         self._made: list[dist.ProcessGroup] = []
@@ -92,7 +93,7 @@ class ProcessGroups:
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._count = _counter(default, device)
         try:
-            self.backends = self._make_backends(self._meet(exchange, where, in_vain))
+            self.backends = self._make_backends(self._meet(exchange, where))
             self.connections = _new_sockets(self._before)  # NCCL, which closes some of its own at will, has none yet
             if bound is not None:
                 with self._joining():
@@ -126,7 +127,7 @@ class ProcessGroups:
                 f"MASTER_PORT. The cause: {error}"
             ) from error
 
-    def _meet(self, exchange: str, where: Callable[[], RankStatus], in_vain: Callable[[], bool]) -> list[range]:
+    def _meet(self, exchange: str, where: Callable[[], RankStatus]) -> list[range]:
         """Exchange in memory, if that can be had; returns the ranks of each machine. Every rank must call this."""
         timeout_s = self._timeout.total_seconds()
         machines: list[range] = []
@@ -135,7 +136,7 @@ class ProcessGroups:
                 if not self._owns:
                     _, self._hosts = describe_all(self.store, self._place, self._device, timeout_s)
                 self.memory, machines = meet_in_memory(
-                    self.store, self._place, exchange, timeout_s, where=where, in_vain=in_vain
+                    self.store, self._place, exchange, timeout_s, where=where, in_vain=self._in_vain
                 )
         except NoSharedMemory as no:
             if no.is_needed:
@@ -155,16 +156,16 @@ class ProcessGroups:
             return Backends(host, TorchBackend(default), others)
         if accelerator.is_host or self.memory is None:
             return Backends(host, host, others)
-        return Backends(host, GlooBackend(self._make_group()), others)
+        return Backends(host, GlooBackend(self._make_group(), self._in_vain), others)
 
     def _make_backend(self, machines: list[range]) -> Backend:
         """A backend for what lies on the host."""
         if self.memory is None:
-            return GlooBackend(self._make_group())
+            return GlooBackend(self._make_group(), self._in_vain)
         if len(machines) == 1:
             return self.memory
         starts = [ranks.start for ranks in machines]
-        leaders = GlooBackend(self._make_group(starts)) if self._place.rank in starts else None
+        leaders = GlooBackend(self._make_group(starts), self._in_vain) if self._place.rank in starts else None
         return TwoLevelBackend(self.memory, leaders, machines, self._place.rank)
 
     def rank_store(self, *, aside: bool = False) -> RankStore:

@@ -15,7 +15,7 @@ faults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class TorchBackend:
     def start_settling(self) -> None:
         return None
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def wait(self, work: Work) -> None:
         work.wait()
 
     def cut_off(self) -> None:

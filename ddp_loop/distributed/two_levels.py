@@ -21,9 +21,6 @@ from ddp_loop.distributed.gloo import GlooBackend
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
 
-InVain = Callable[[], bool]
-Rest = Callable[[InVain], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -118,7 +115,7 @@ def machine_order(order: PieceOrder, machines: Sequence[range], own: int) -> Mac
 class Stages:
     """An operation under way: a first part that has begun, and the rest, which is done in the wait."""
 
-    def __init__(self, first: Work, rest: Rest) -> None:
+    def __init__(self, first: Work, rest: Callable[[], None]) -> None:
         self.first = first
         self.rest = rest
         self._is_over = False
@@ -129,9 +126,9 @@ class Stages:
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         return self.first.wait()
 
-    def complete(self, in_vain: InVain) -> None:
+    def complete(self) -> None:
         if not self._is_over:
-            self.rest(in_vain)
+            self.rest()
             self._is_over = True
 
 
@@ -147,7 +144,7 @@ class TwoLevelBackend:
 
     def __init__(self, local: MemoryBackend, leaders: GlooBackend | None, machines: Sequence[range], rank: int) -> None:
         self.local = local
-        self._leaders = leaders
+        self.leaders = leaders
         self.machines = machines
         self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self.size = machines[-1].stop
@@ -156,67 +153,61 @@ class TwoLevelBackend:
         return gathered(self, numbers, what)
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
-        def between(leaders: GlooBackend, in_vain: InVain) -> None:
-            leaders.wait(leaders.start_sum(tensor, what), in_vain)
-
-        return self._stages(self.local.start_sum(tensor, what), between, tensor, what)
+        first = self.local.start_sum(tensor, what)
+        return self._stages(first, lambda leaders: leaders.wait(leaders.start_sum(tensor, what)), tensor, what)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Stages:
         most = max(map(len, self.machines))
         count = part.numel()
         mine = part.new_empty(self.local.size * count)
 
-        def between(leaders: GlooBackend, in_vain: InVain) -> None:
+        def between(leaders: GlooBackend) -> None:
             padded_mine = part.new_zeros(most * count)
             padded_mine[: len(mine)] = mine
             every = part.new_empty(len(self.machines) * most * count)
-            leaders.wait(leaders.start_gather(every, padded_mine, what), in_vain)
+            leaders.wait(leaders.start_gather(every, padded_mine, what))
             rows = every.view(len(self.machines), most, count)
             torch.cat([rows[n, : len(ranks)].reshape(-1) for n, ranks in enumerate(self.machines)], out=whole)
 
         return self._stages(self.local.start_gather(mine, part, what), between, whole, what)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Stages:
-        def between(leaders: GlooBackend, in_vain: InVain) -> None:
-            leaders.wait(leaders.start_broadcast(tensor, what), in_vain)
+        first, _ = self.local.start_numbers((), what)
+        return self._stages(first, lambda leaders: leaders.wait(leaders.start_broadcast(tensor, what)), tensor, what)
 
-        return self._stages(self.local.start_numbers((), what)[0], between, tensor, what)
-
-    def _stages(
-        self, first: Work, between: Callable[[GlooBackend, InVain], None], result: torch.Tensor, what: str
-    ) -> Stages:
+    def _stages(self, first: Work, between: Callable[[GlooBackend], None], result: torch.Tensor, what: str) -> Stages:
         """An operation inside machines, then between their leaders, whose result each gives to its own machine."""
 
-        def rest(in_vain: InVain) -> None:
-            if self._leaders is not None:
-                between(self._leaders, in_vain)
-            self.local.finish(self.local.start_broadcast(result, what), in_vain)
+        def rest() -> None:
+            if self.leaders is not None:
+                between(self.leaders)
+            self.local.finish(self.local.start_broadcast(result, what))
 
         return Stages(first, rest)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> TwoLevelFlatSum:
-        return TwoLevelFlatSum(self, self._leaders, order, length, dtype)
+        return TwoLevelFlatSum(self, order, length, dtype)
 
     def start_settling(self) -> Work | None:
         return self.local.start_settling()
 
-    def wait(self, work: Work, in_vain: InVain) -> None:
+    def wait(self, work: Work) -> None:
         if isinstance(work, Stages):
-            self.local.wait(work.first, in_vain)
-            work.complete(in_vain)
+            self.local.wait(work.first)
+            work.complete()
         else:
-            self.local.wait(work, in_vain)
+            self.local.wait(work)
 
     def cut_off(self) -> None:
         self.local.cut_off()
-        if self._leaders is not None:
-            self._leaders.cut_off()
+        if self.leaders is not None:
+            self.leaders.cut_off()
 
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
         self.local.leave((), failed=failed)
-        if self._leaders is not None:
-            self._leaders.leave((), failed=failed)
-            self._leaders = None
+        if self.leaders is not None:
+            self.leaders.leave((), failed=failed)
+            self.leaders = None
 
 
 class TwoLevelFlatSum:
@@ -224,7 +215,6 @@ class TwoLevelFlatSum:
 
     Args:
         backend: of the ranks.
-        leaders: as in `TwoLevelBackend`.
         order: of the pieces of all ranks.
         length: of a row, in values.
         dtype: of the values.
@@ -232,9 +222,7 @@ class TwoLevelFlatSum:
 
     reduces_early = False
 
-    def __init__(
-        self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, backend: TwoLevelBackend, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._local = backend.local
         self._dtype = dtype
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
@@ -247,9 +235,9 @@ class TwoLevelFlatSum:
         self._has_pieces = any(part.stop > part.start for part in self._parts)
         self._length = padded(count, cut.between)
         self._between: FlatSum | None = None
-        if leaders is not None:
-            self._leaders = leaders
-            self._between = leaders.flat_sum(cut.between, self._length, real, host)
+        if backend.leaders is not None:
+            self._leaders = backend.leaders
+            self._between = self._leaders.flat_sum(cut.between, self._length, real, host)
         self._sent: list[list[torch.Tensor]] = []
         self._own = torch.empty(0, device="cpu")
 
@@ -263,9 +251,9 @@ class TwoLevelFlatSum:
             self._sent[0] = [rows[0]]  # with the tail
         first, *others = [one.arrive(sent) for one, sent in zip(self._sums, self._sent, strict=True)]
 
-        def rest(in_vain: InVain) -> None:
+        def rest() -> None:
             for work in others:
-                self._local.finish(work, in_vain)
+                self._local.finish(work)
 
         return Stages(first, rest)
 
@@ -273,21 +261,21 @@ class TwoLevelFlatSum:
         """Do the rest of the sum; the ranks of a machine wait for their leader."""
         for work in [one.reduce() for one in self._sums]:
             if work is not None:
-                self._local.finish_now(work)
+                self._local.finish(work)
         for one in self._sums:
             one.collect()
         if (settling := self._local.start_settling()) is not None:
-            self._local.finish_now(settling)
+            self._local.finish(settling)
         if self._between is not None:
             rows = [sent[0].new_zeros(self._length) for sent in self._sent]
             for row, sent in zip(rows, self._sent, strict=True):
                 row[: len(sent[0])] = sent[0]
-            self._leaders.wait(self._between.arrive(rows), self._local.in_vain)
+            self._leaders.wait(self._between.arrive(rows))
             if (gathering := self._between.reduce()) is not None:
-                self._leaders.wait(gathering, self._local.in_vain)
+                self._leaders.wait(gathering)
             self._between.collect()
             self._own.copy_(rows[0][: len(self._own)])
-        self._local.finish_now(self._local.start_broadcast(self._own, STEP))
+        self._local.finish(self._local.start_broadcast(self._own, STEP))
 
     def collect(self) -> None:
         self._sent = []
