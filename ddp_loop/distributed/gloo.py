@@ -62,9 +62,14 @@ class GlooBackend(TorchBackend):
                     raise
 
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        """Give the group up; after a failure keep it until its sums have ended."""
-        if failed:
-            keep_while_busy(self._group, under_way)
+        """Give the group up; after a failure keep it, even at exit, if one of its sums does not end soon."""
+        deadline = time.monotonic() + _END_S
+        while failed and not _ended(under_way):
+            if time.monotonic() > deadline:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # the list alone would release it at exit
+                _kept.append((self._group, under_way))
+                break
+            time.sleep(_LOOK_S)
         super().leave(under_way, failed=failed)
 
 
@@ -133,17 +138,6 @@ def _port(one: socket.socket) -> int | None:
     """The port of this end; None for a socket without ports."""
     name = one.getsockname()
     return name[1] if isinstance(name, tuple) and one.family in (socket.AF_INET, socket.AF_INET6) else None
-
-
-def keep_while_busy(group: dist.ProcessGroup, sums: Collection[Work]) -> None:
-    """Keep a failed group from being destroyed, even at exit, if one of its sums does not end soon."""
-    deadline = time.monotonic() + _END_S
-    while not _ended(sums):
-        if time.monotonic() > deadline:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the list alone would release it at exit
-            _kept.append((group, sums))
-            return
-        time.sleep(_LOOK_S)
 
 
 def free_kept() -> None:

@@ -52,23 +52,19 @@ class Meeting:
     """An operation under way: its ranks' headers of one stage.
 
     Attributes:
-        sequence, stage, what: of the operation.
-        headers: of the other ranks, by rank, once all have come.
+        header: of this rank.
+        what: the operation, in words.
+        headers: of all ranks, in rank order, once all have come.
     """
 
-    __slots__ = ("_then", "header", "headers", "is_over", "stage", "what")
+    __slots__ = ("_then", "header", "headers", "is_over", "what")
 
     def __init__(self, header: Header, what: str, then: Then | None = None) -> None:
         self.header = header
-        self.stage = header.stage
         self.what = what
         self._then = then
-        self.headers: dict[int, Header] = {}
+        self.headers: list[Header] = []
         self.is_over = False
-
-    @property
-    def sequence(self) -> int:
-        return self.header.sequence
 
     def is_completed(self) -> bool:
         return self.is_over
@@ -77,15 +73,7 @@ class Meeting:
         """Raise: its backend is needed for the wait, and was left."""
         raise RuntimeError("The world of this operation was left.")
 
-    def rows(self) -> list[tuple[int, ...]]:
-        """The numbers of all ranks, in rank order."""
-        own = self.header
-        size = len(self.headers) + 1
-        count = own.length
-        found = {**self.headers, next(rank for rank in range(size) if rank not in self.headers): own}
-        return [found[rank].words[:count] for rank in range(size)]
-
-    def complete(self, headers: dict[int, Header]) -> None:
+    def complete(self, headers: list[Header]) -> None:
         """Store the headers, and do the rest of the operation; again if Ctrl-C interrupted that before."""
         self.headers = headers
         if self._then is not None:
@@ -221,7 +209,7 @@ class Meetings:
         """Wait until the headers of all ranks have come, complete the operation, and return it."""
         if work.is_over:
             return work
-        key = work.header.sequence, work.stage
+        key = work.header.sequence, work.header.stage
         self._drain(self.others)
         self._spin(key)
 
@@ -269,9 +257,10 @@ class Meetings:
 
     def _complete(self, work: Meeting, headers: dict[int, Header]) -> None:
         self._check(work, headers)
-        work.complete(headers)
-        self._inbox.headers.pop((work.sequence, work.stage), None)
-        self._open.pop(work.sequence, None)
+        own = work.header
+        work.complete([headers.get(rank, own) for rank in range(self.size)])
+        self._inbox.headers.pop((own.sequence, own.stage), None)
+        self._open.pop(own.sequence, None)
 
     def _answer(self) -> None:
         """Complete the operations that other ranks requested, if their headers have come, and reply."""
@@ -292,7 +281,7 @@ class Meetings:
     def _check_started(self, work: Meeting, headers: dict[int, Header]) -> None:
         """Check an operation, and those before it that are not completed here."""
         for sequence, meeting in self._open.items():
-            if sequence < work.sequence:
+            if sequence < work.header.sequence:
                 self._check(meeting, self._inbox.headers.get((sequence, ARRIVED), {}))
         self._check(work, headers)
 
@@ -344,18 +333,13 @@ class Meetings:
 
     def attached(self, meeting: Meeting, rank: int) -> list[int]:
         """The descriptors that a rank sent with an operation; the caller closes them."""
-        return self._inbox.attached.pop((meeting.sequence, rank), [])
+        return self._inbox.attached.pop((meeting.header.sequence, rank), [])
 
     # -- the arena -----------------------------------------------------------------------------------------
 
     def values_of(self, meeting: Meeting, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """What a rank put into its arena for an operation, (count,)."""
-        header = meeting.header if rank == self.rank else meeting.headers[rank]
-        return self._view(rank, header.offset, dtype, count)
-
-    def values_of_all(self, meeting: Meeting, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """What all ranks put into their arenas for an operation, in rank order, (count,) each."""
-        return [self.values_of(meeting, rank, dtype, count) for rank in range(self.size)]
+        return self._view(rank, meeting.headers[rank].offset, dtype, count)
 
     def _view(self, rank: int, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         key = rank, offset, dtype, count

@@ -22,7 +22,7 @@ class MemoryBackend(Meetings):
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
         meeting = self.meet(NUMBERS, len(numbers), what, words=tuple(numbers))
-        return meeting, meeting.rows
+        return meeting, lambda: [header.words[: len(numbers)] for header in meeting.headers]
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)
@@ -77,7 +77,7 @@ class MemoryBackend(Meetings):
             sent = own[part]
 
             def read(meeting: Meeting) -> None:
-                use(self.values_of_all(meeting, sent.dtype, len(sent)), part)
+                use([self.values_of(meeting, rank, sent.dtype, len(sent)) for rank in range(self.size)], part)
 
             return self.meet(kind, sent.nbytes, what, own.dtype, [sent] if sends else [], then=read, reads=True)
 

@@ -48,16 +48,19 @@ class MemoryFlatSum:
         self._real, self._count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
         self._size = self._count * self._real.itemsize
         self._is_small = self._size <= SMALL_BYTES and self._size * max(self._rows) <= PART_BYTES
-        self._own: dict[int, tuple[int, Segment]] = {}  # by address: the number and the memory of a segment
-        self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # by rank and number of the segment: (rows, count)
+        self._own: dict[int, tuple[int, Segment]] = {}  # this rank's, by address: number and memory of a segment
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # by rank and number of its segment: (rows, count)
         self._sent: list[torch.Tensor] = []
         self._meeting: Meeting | None = None
 
     def empty(self) -> torch.Tensor:
         if not self._is_small:
             with suppress(OSError):  # then all ranks take the other way
-                segment = Segment.make(aligned(self._size) * self._rows[self._meetings.rank])
-                self._own[segment.bytes.data_ptr()] = len(self._own) + 1, segment
+                rank = self._meetings.rank
+                number = len(self._own) + 1
+                segment = Segment.make(aligned(self._size) * self._rows[rank])
+                self._own[segment.bytes.data_ptr()] = number, segment
+                self._mapped[rank, number] = self._rows_in(segment, self._rows[rank])
                 return segment.values(self._dtype, self._length)
         return torch.empty(self._length, dtype=self._dtype, device="cpu")
 
@@ -68,7 +71,7 @@ class MemoryFlatSum:
         number, segment = self._own.get(rows[0].data_ptr(), (0, None))
         descriptors: list[int] = []
         if segment is not None:
-            for row, place in zip(rows[1:], self._rows_in(segment, len(rows))[1:], strict=True):
+            for row, place in zip(rows[1:], self._mapped[self._meetings.rank, number][1:], strict=True):
                 place.copy_(row)
             if segment.descriptor >= 0:
                 descriptors = [segment.descriptor]
@@ -92,7 +95,7 @@ class MemoryFlatSum:
             return None
         first, end = self._slice(self._meetings.rank)
         own = self._sent[0]
-        (pieces, others) = self._in_order(rows)
+        pieces, others = self._in_order(rows)
         if len(pieces) == 2 and not others:
             torch.add(pieces[0][first:end], pieces[1][first:end], out=own[first:end])
         else:
@@ -106,9 +109,9 @@ class MemoryFlatSum:
         self._sent = []
         if meeting is None:
             return
-        for rank, header in meeting.headers.items():
+        for rank in self._meetings.others:
             first, end = self._slice(rank)
-            own[first:end].copy_(self._mapped[rank, header.words[0]][0, first:end])
+            own[first:end].copy_(self._mapped[rank, meeting.headers[rank].words[0]][0, first:end])
         self._meetings.unsettled = meeting
 
     # -- in shared memory ----------------------------------------------------------------------------------
@@ -120,18 +123,15 @@ class MemoryFlatSum:
 
     def _rows_of_all(self, meeting: Meeting) -> list[torch.Tensor] | None:
         """Each rank's rows, in rank order; None where a rank has no segment, or could not map one."""
-        rank = self._meetings.rank
-        headers = {**meeting.headers, rank: meeting.header}
-        if any(header.segments for header in headers.values()):
-            mapped = [self._map(meeting, other) for other in meeting.headers]
-            problem = not all(mapped)
-            told = self._meetings.finish(self._meetings.again(meeting, MAPPED, (problem,)))
-            if problem or any(header.words[0] for header in told.headers.values()):
+        headers = meeting.headers
+        if any(header.segments for header in headers):
+            mapped = [self._map(meeting, other) for other in self._meetings.others]
+            told = self._meetings.finish(self._meetings.again(meeting, MAPPED, (not all(mapped),)))
+            if any(header.words[0] for header in told.headers):
                 self._own.clear()  # from now on
-        if any(header.words[0] == 0 for header in headers.values()) or not self._own:
+        if any(header.words[0] == 0 for header in headers) or not self._own:
             return None
-        own = self._rows_in(self._own[self._sent[0].data_ptr()][1], len(self._sent))
-        return [own if one == rank else self._mapped[one, header.words[0]] for one, header in sorted(headers.items())]
+        return [self._mapped[rank, header.words[0]] for rank, header in enumerate(headers)]
 
     def _map(self, meeting: Meeting, rank: int) -> bool:
         """Map the segment that a rank sent, if it did; returns whether that worked."""

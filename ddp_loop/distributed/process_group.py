@@ -48,6 +48,9 @@ class ProcessGroups:
         memory: the one in memory among them; None without it.
         why_gloo: why not in memory; empty where nothing prevents it.
         store: the launcher's, with keys of this world alone.
+        connections: by which this rank sees that a peer has ended.
+        count_on_default: returns how many collectives torch's default group made so far: the script's own, and over
+            NCCL the world's as well.
 
     Raises:
         PeerFailed: not all ranks joined.
@@ -73,7 +76,7 @@ class ProcessGroups:
         self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
         self._made: list[dist.ProcessGroup] = []
-        self.connections: dict[int, str] = {}  # by which this rank sees that a peer has ended
+        self.connections: dict[int, str] = {}
         self.memory: MemoryBackend | None = None
         self.why_gloo = ""
         bound: torch.device | None = None  # the device of a backend of its own
@@ -91,7 +94,7 @@ class ProcessGroups:
         self._require_sums(default, device)
         require_pinned(self.description)
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
-        self._count = _counter(default, device)
+        self.count_on_default = _counter(default, device)
         try:
             self.backends = self._make_backends(self._meet(exchange, where))
             self.connections = _new_sockets(self._before)  # NCCL, which closes some of its own at will, has none yet
@@ -104,11 +107,6 @@ class ProcessGroups:
             if self._owns:
                 dist.destroy_process_group()
             raise
-
-    @property
-    def exchange(self) -> str:
-        """How ranks exchange values of the CPU: "memory" or "gloo"."""
-        return "gloo" if self.memory is None else "memory"
 
     @property
     def description(self) -> str:
@@ -225,10 +223,6 @@ class ProcessGroups:
         self._made.append(group)
         return group
 
-    def count_on_default(self) -> int:
-        """The collectives on torch's default group so far: the script's own, and over NCCL the world's as well."""
-        return self._count()
-
     def has_lost_a_peer(self) -> bool:
         """Whether a connection has ended, since a rank was killed or has left."""
         return has_closed_one(self.connections)
@@ -254,7 +248,7 @@ class ProcessGroups:
                 for group in self._made:
                     dist.destroy_process_group(group)
         self._made.clear()
-        del self.backends, self._count
+        del self.backends, self.count_on_default
 
 
 def _counter(group: dist.ProcessGroup, device: torch.device) -> Callable[[], int]:

@@ -75,41 +75,38 @@ class MachineOrder:
 
     Attributes:
         nodes: the order of each sum that it sends, over its ranks' pieces.
-        rows: for each of these, the part of each local rank's pieces that it adds up.
+        parts: for each of these, which of a rank's own pieces it adds up.
         between: the order of what the machines send.
     """
 
-    nodes: tuple[Order, ...]
-    rows: tuple[tuple[slice, ...], ...]
+    nodes: list[Order]
+    parts: list[slice]
     between: Order
 
 
-def machine_order(order: PieceOrder, machines: Sequence[range], own: int) -> MachineOrder:
+def machine_order(order: PieceOrder, machines: Sequence[range], own: int, own_rank: int) -> MachineOrder:
     """Cut an order over all ranks into those inside of machine `own` and between the machines. See [Note: One tree].
 
     Args:
         order: over all ranks.
         machines: the ranks of each, in order.
         own: the number of a machine.
+        own_rank: one of its ranks.
     """
     starts = [sum(order.pieces[:rank]) for rank in range(len(order.pieces) + 1)]
     tree = tree_of(order.last_merges)
     sent = [list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines]
-    orders = []
-    rows = []
+    nodes = []
+    parts = []
     for node in sent[own]:
-        parts = []
-        for rank in machines[own]:
-            low = max(node.first, starts[rank])
-            high = min(node.end, starts[rank + 1])
-            parts.append(slice(low - starts[rank], max(low, high) - starts[rank]))
-        counts = tuple(part.stop - part.start for part in parts)
-        orders.append(Order(counts, tuple(merges_of(node, ()))))
-        rows.append(tuple(parts))
+        added = {rank: range(max(node.first, starts[rank]), min(node.end, starts[rank + 1])) for rank in machines[own]}
+        nodes.append(Order(tuple(map(len, added.values())), tuple(merges_of(node, ()))))
+        mine = added[own_rank]
+        parts.append(slice(mine.start - starts[own_rank], mine.start - starts[own_rank] + len(mine)))
     leaves = [node for nodes in sent for node in nodes]
     counts = tuple(map(len, sent))
     is_any = sum(counts) <= 2 and max(counts) == 1
-    return MachineOrder(tuple(orders), tuple(rows), Order(counts, tuple(merges_of(tree, leaves)), is_any))
+    return MachineOrder(nodes, parts, Order(counts, tuple(merges_of(tree, leaves)), is_any))
 
 
 class Stages:
@@ -146,6 +143,7 @@ class TwoLevelBackend:
         self.local = local
         self.leaders = leaders
         self.machines = machines
+        self.rank = rank
         self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self.size = machines[-1].stop
 
@@ -226,10 +224,10 @@ class TwoLevelFlatSum:
         self._local = backend.local
         self._dtype = dtype
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
-        cut = machine_order(order, backend.machines, backend.own)
-        ranks = len(backend.machines[backend.own])
-        nodes = cut.nodes or (Order((0,) * ranks, ()),)  # a machine without shards sends -0.0, with its ranks' tails
-        self._parts = [rows[self._local.rank] for rows in cut.rows or ((slice(0, 0),) * ranks,)]
+        cut = machine_order(order, backend.machines, backend.own, backend.rank)
+        # A machine without shards sends -0.0, with its ranks' tails.
+        nodes = cut.nodes or [Order((0,) * self._local.size, ())]
+        self._parts = cut.parts or [slice(0, 0)]
         host = torch.device("cpu")
         self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]
         self._has_pieces = any(part.stop > part.start for part in self._parts)

@@ -130,7 +130,7 @@ class World:
         )
         self.store = groups.rank_store()
         self._collectives = Collectives(groups.backends, self.store, self.timeout_s)
-        self.exchange = groups.exchange
+        self.exchange = "gloo" if groups.memory is None else "memory"
         self.why_gloo = groups.why_gloo
         self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
 
