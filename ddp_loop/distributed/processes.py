@@ -11,12 +11,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, cut_text, format_error
-from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, UNSAVED_EXIT, leave_error, show_unless_reported
+from ddp_loop.elastic import (
+    INTERRUPTED_EXIT,
+    PEER_FAILED_EXIT,
+    UNSAVED_EXIT,
+    flush_output,
+    leave_error,
+    show_unless_reported,
+)
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -116,7 +122,7 @@ def end_unsaved(line: str) -> None:
     A rank that another process started through multiprocessing, as `launch` does, prints the line at once.
     """
     if multiprocessing.parent_process() is not None:
-        _say_last(line)
+        flush_output(f"{line}\n")
     else:
         _end_at_exit(UNSAVED_EXIT, line, None)
 
@@ -128,17 +134,10 @@ def _end_at_exit(code: int, line: str, by: BaseException | None) -> None:
         atexit.unregister(end)
         atexit._run_exitfuncs()  # the others, which were registered before
         if getattr(sys, "last_value", None) is by:
-            _say_last(line)
+            flush_output(f"{line}\n")
             os._exit(code)  # an exit function cannot change it
 
     atexit.register(end)
-
-
-def _say_last(line: str) -> None:
-    for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
-        with suppress(AttributeError, OSError, ValueError):  # it is closed, or its reader is gone
-            stream.write(text)
-            stream.flush()
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:

@@ -32,7 +32,7 @@ from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.process_group import forget_failed_starts
 from ddp_loop.distributed.processes import children_except, end_daemons, end_with_parent
-from ddp_loop.elastic import PEER_FAILED_EXIT, is_stopped, lacked_memory, oom_kills
+from ddp_loop.elastic import PEER_FAILED_EXIT, flush_output, is_stopped, lacked_memory, oom_kills
 
 _PARENT_CHECK_S = 1.0
 _START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer
@@ -294,7 +294,7 @@ def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: i
                 break
     # Exit functions run, but the interpreter is not finalized, which takes 0.4 s with torch.
     atexit._run_exitfuncs()
-    _flush()
+    flush_output()
     os._exit(0)
 
 
@@ -303,12 +303,6 @@ def _print_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader is gone, or the task closed it
-            stream.flush()
 
 
 def _end_with(parent: int, main_thread: bool) -> None:
@@ -368,7 +362,7 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
             end_daemons(children_except(children))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _flush()
+        flush_output()
     return replace(answer, last=keeps_a_group())
 
 

@@ -14,7 +14,6 @@ import io
 import ipaddress
 import pickle
 import socket
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, serve_store
@@ -45,24 +45,10 @@ _IN_A_STATE = {
 }
 
 
-class StaticRendezvous(RendezvousHandler):
-    """The rendezvous of a fixed number of machines, whose ranks share the launchers' store.
+class StaticRendezvous(StaticTCPRendezvous):
+    """Torch's rendezvous of a fixed number of machines, with our listeners; port 0 is a free one, on one machine."""
 
-    Args:
-        host, port: of the store; 0 is a free port, for one machine.
-        rank, size: of this machine, and of how many.
-        run_id: of the job.
-        timeout_s: for all machines to come.
-    """
-
-    def __init__(self, host: str, port: int, rank: int, size: int, run_id: str, timeout_s: float) -> None:
-        self._host = host
-        self._port = port
-        self._rank = rank
-        self._size = size
-        self._run_id = run_id
-        self._timeout = timedelta(seconds=timeout_s)
-        self._store: dist.TCPStore | None = None
+    _store: dist.TCPStore | None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all machines have come.
@@ -70,40 +56,20 @@ class StaticRendezvous(RendezvousHandler):
         Raises:
             RendezvousConnectionError: they do not, or the port is taken.
         """
-        if self._store is None or self._port == 0:  # a new store has no keys of ranks that have ended
+        if self._store is None or self.master_port == 0:  # a new store has no keys of ranks that have ended
             try:
-                self._store = self._make_store()
+                self._store = self._make_store(self.master_addr, self.master_port, self.world_size)
             except (OSError, RuntimeError) as error:  # torch's errors of a store are among the latter
                 raise RendezvousConnectionError(str(error)) from error
-        bootstrap = RendezvousStoreInfo(self._host, self._store.port)
-        return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._rank, self._size, bootstrap)
+        bootstrap = RendezvousStoreInfo(self.master_addr, self._store.port)
+        return RendezvousInfo(dist.PrefixStore(self.run_id, self._store), self.rank, self.world_size, bootstrap)
 
-    def _make_store(self) -> dist.TCPStore:
-        if self._size == 1:
-            return host_store(self._port)
-        if self._rank == 0:
-            return serve_store(listen_at(self._host, self._port), self._host, self._size, self._timeout)
-        return dist.TCPStore(self._host, self._port, self._size, is_master=False, timeout=self._timeout)
-
-    use_agent_store = True
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no machine can join later."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+    def _make_store(self, host: str, port: int, size: int) -> dist.TCPStore:
+        if size == 1:
+            return host_store(port)
+        if self.rank == 0:
+            return serve_store(listen_at(host, port), host, size, self.timeout)
+        return dist.TCPStore(host, port, size, is_master=False, timeout=self.timeout)
 
 
 class CheckedBackend(RendezvousBackend):
@@ -172,16 +138,14 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
         timeout_s = parameters.get_as_int("timeout", _STATIC_TIMEOUT_S)
         rank = int(parameters.config["rank"])
         size = parameters.max_nodes
-        return StaticRendezvous(
-            LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, float(timeout_s or 0)
-        )
+        return StaticRendezvous(LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, timeout_s or 0)
     if backend not in _BACKENDS:
         return registry.get_rendezvous_handler(parameters)
     server = _serve_meeting(parameters) if backend == "c10d" else None
     module = importlib.import_module(f"torch.distributed.elastic.rendezvous.{_BACKENDS[backend]}")
     found, store = module.create_backend(parameters)
     handler = create_handler(store, CheckedBackend(found), parameters)
-    vars(handler).update(_meeting=server, _create_tcp_store_server=_serve_ranks)  # torch's would listen everywhere
+    vars(handler).update(_meeting=server, _create_tcp_store_server=_serve)  # torch's would listen everywhere
     return handler
 
 
@@ -195,7 +159,7 @@ def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
         return None
     server: dist.TCPStore | None = None
     try:
-        server = serve_store(listen_at(host, port), host)
+        server = _serve(host, port)
     except OSError as error:
         if asked or error.errno != errno.EADDRINUSE:
             raise RendezvousConnectionError(str(error)) from error
@@ -205,8 +169,8 @@ def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
     return server
 
 
-def _serve_ranks(host: str, port: int) -> dist.TCPStore:
-    """The store of all ranks, at the address of the first machine."""
+def _serve(host: str, port: int) -> dist.TCPStore:
+    """A store of all machines, at this one's address."""
     return serve_store(listen_at(host, port), host)
 
 
