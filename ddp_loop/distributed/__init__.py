@@ -30,7 +30,6 @@ from ddp_loop.distributed.replicas import (
     find_modules,
     find_parameters,
     find_tensors,
-    make_equal,
     under_all_names,
 )
 from ddp_loop.distributed.store import RankStore
@@ -86,7 +85,6 @@ __all__ = [
     "leave_open_worlds",
     "listed",
     "machine_of",
-    "make_equal",
     "merge",
     "merges_of",
     "named_tensors",

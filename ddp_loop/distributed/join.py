@@ -159,6 +159,6 @@ def leave_open_worlds(error: BaseException | None) -> None:
         error: by which the task ended.
     """
     for world in reversed(_open[:]):
-        world.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+        world.__exit__(None, error, None)
     if isinstance(sys.excepthook, LineHook):  # the pool has caught the error
         sys.excepthook = sys.excepthook.usual

@@ -42,7 +42,6 @@ class MemoryFlatSum:
     def __init__(self, meetings: Meetings, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._meetings = meetings
         self._order = order
-        self._length = length
         self._dtype = dtype
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
         self._real, self._count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
@@ -61,8 +60,8 @@ class MemoryFlatSum:
                 segment = Segment.make(aligned(self._size) * self._rows[rank])
                 self._own[segment.bytes.data_ptr()] = number, segment
                 self._mapped[rank, number] = self._rows_in(segment, self._rows[rank])
-                return segment.values(self._dtype, self._length)
-        return torch.empty(self._length, dtype=self._dtype, device="cpu")
+                return segment.bytes[: self._size].view(self._dtype)
+        return torch.empty(self._count, dtype=self._real, device="cpu").view(self._dtype)
 
     def arrive(self, rows: Sequence[torch.Tensor]) -> Meeting:
         self._sent = list(rows)

@@ -51,8 +51,10 @@ class StopRequests:
     def meaning_of(self, number: int) -> Literal["nothing", "stop", "interrupt", "exit"]:
         """What to do about a signal of `REQUESTS` that has just arrived."""
         now = time.monotonic()
-        if number == signal.SIGINT and self._is_same(now):
-            return "nothing"
+        if number == signal.SIGINT:
+            if self._interrupts and now - self._interrupts[-1] < _SAME_S:
+                return "nothing"
+            self._interrupts.append(now)
         times = len(self._interrupts)
         if self.has_followed:
             if now - self._followed_at < _ECHO_S and times < 2:
@@ -63,13 +65,6 @@ class StopRequests:
         if number != signal.SIGINT or times == 1:
             return "stop"
         return "interrupt" if times == 2 else "exit"
-
-    def _is_same(self, now: float) -> bool:
-        """Whether this Ctrl-C repeats the last one; if not, count it."""
-        if self._interrupts and now - self._interrupts[-1] < _SAME_S:
-            return True
-        self._interrupts.append(now)
-        return False
 
 
 class Signals:
@@ -88,8 +83,7 @@ class Signals:
         """Take over the signals, but for outside of the main thread, where Python allows no handlers."""
         if not self._before and threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, _record_signal) for number in REQUESTS}
-            _undo_in_forks()
+            self._before = {number: signal.signal(number, do_nothing) for number in REQUESTS}
             _taken.append(self)
 
     def restore(self) -> None:
@@ -105,7 +99,7 @@ class Signals:
     def restore_handlers(self) -> None:
         """Restore the former handlers alone."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) is _record_signal:  # otherwise another handler was installed since
+            if signal.getsignal(number) is do_nothing:  # otherwise another handler was installed since
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def pass_on(self, number: int) -> None:
@@ -115,8 +109,8 @@ class Signals:
                 os.write(self._wakeup_before, bytes([number]))
 
 
-def _record_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the C handler has written the number."""
+def do_nothing(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the C handler has written the number to the wakeup descriptor."""
 
 
 def are_taken() -> bool:
@@ -124,15 +118,12 @@ def are_taken() -> bool:
     return bool(_taken)
 
 
-def _undo_in_forks() -> None:
-    """Give forked processes the former handlers: the descriptor is that of the parent, and no loop runs there."""
-    if not getattr(_undo_in_forks, "done", False):
-        os.register_at_fork(after_in_child=_undo)
-        _undo_in_forks.done = True  # type: ignore[attr-defined]
-
-
 def _undo() -> None:
+    """Give a forked process the former handlers: the descriptor is that of the parent, and no loop runs there."""
     if _taken:
         signal.set_wakeup_fd(-1)
         _taken[0].restore_handlers()
         _taken.clear()
+
+
+os.register_at_fork(after_in_child=_undo)

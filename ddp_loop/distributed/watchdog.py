@@ -130,11 +130,6 @@ class Watchdog:
         if failed:
             self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
 
-    def install_stop_handlers(self) -> None:
-        """Take signals as requests from now on, and forget those that were followed."""
-        self.requests.begin()
-        self.signals.take()
-
     def reason_to_stop(self) -> str | None:
         """The reason of a request, even if this rank has not seen it before; None without one."""
         with self._lock, suppress(RuntimeError):  # the store is gone with the launcher
@@ -234,11 +229,11 @@ class Watchdog:
         meaning = self.requests.meaning_of(number)
         if meaning == "stop" and number == signal.SIGINT:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
-            self._say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
+            self.say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
         elif meaning == "stop" and self.stop is None:
             name = signal.Signals(number).name
             self.ask_to_stop(f"{TERMINATED}{self._rank}")
-            self._say(f"Stopping after this step ({name}).")
+            self.say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
             line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
             self._pending = KeyboardInterrupt("a second Ctrl-C")
@@ -247,10 +242,6 @@ class Watchdog:
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)
-
-    def _say(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # its reader is gone, but this thread must live on
-            self.say(line)
 
     def _interrupt(self) -> None:
         """Interrupt the main thread, repeatedly until it raises. See [Note: Lost interruptions].

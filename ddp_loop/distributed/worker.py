@@ -144,14 +144,10 @@ class Worker:
             target=serve, args=(tasks, stacks, cells, os.getpid(), main_thread), name="ddp_loop rank"
         )
         self._process.start()
-        self._id = self._process.pid or 0
+        self.process_id = self._process.pid or 0
         tasks.close()
         stacks.close()
         cells.close()
-
-    @property
-    def process_id(self) -> int:
-        return self._id
 
     @property
     def alive(self) -> bool:
@@ -385,17 +381,12 @@ def _raised(error: BaseException) -> Failure:
     exception = None
     with suppress(Exception):
         exception = pack(error)
-    blame = FailurePriority.PEER_FAILED if _another_failed(error) else FailurePriority.RAISED
     names = error.rank if isinstance(error, PeerFailed) else None
+    # gloo raises a plain RuntimeError: "Connection closed by peer" or "Connection reset by peer".
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    another_failed = isinstance(error, PeerFailed) or is_of_gloo
+    blame = FailurePriority.PEER_FAILED if another_failed else FailurePriority.RAISED
     return Failure(blame, f"raised {summary}", text, exception, names=names)
-
-
-def _another_failed(error: BaseException) -> bool:
-    """Whether a rank raised this because another one failed.
-
-    gloo raises a plain RuntimeError: "Connection closed by peer" or "Connection reset by peer".
-    """
-    return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _leave_group(*, failed: bool) -> None:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import util
 from multiprocessing.sharedctypes import RawValue
-from types import FrameType
 
-from ddp_loop.distributed.signals import REQUESTS, are_taken
+from ddp_loop.distributed.signals import REQUESTS, are_taken, do_nothing
 
 _NONE = -1  # no workers are needed
 _needed: list[ctypes.c_long] = []  # all that this process has; in memory that it shares with its workers
@@ -72,7 +71,7 @@ class WorkerSignals:
         read, write = os.pipe()
         os.set_blocking(write, False)
         for one in REQUESTS:
-            signal.signal(one, _do_nothing)
+            signal.signal(one, do_nothing)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_restore)
         threading.Thread(target=self._obey, args=(read, os.getppid()), name="ddp_loop signals", daemon=True).start()
@@ -82,10 +81,6 @@ class WorkerSignals:
             os.read(read, 64)
             if self._needed.value != self._started or os.getppid() != parent:
                 os._exit(0)  # as torch's own handler does
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the C handler has written the number to the wakeup descriptor."""
 
 
 def _restore() -> None:

@@ -229,7 +229,7 @@ class World:
         Raises:
             TypeError: it is, or contains, something else.
         """
-        self._require_allowed(in_step=in_step)
+        self.require_collectives_allowed(in_step=in_step)
         return self._collectives.gather(value, what, self.where)
 
     def numbers(self, number: int, what: str, *, in_step: bool = False) -> list[int]:
@@ -238,7 +238,7 @@ class World:
         Args:
             number, what, in_step: as in `gather`.
         """
-        self._require_allowed(in_step=in_step)
+        self.require_collectives_allowed(in_step=in_step)
         return self._collectives.numbers(number, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -474,21 +474,17 @@ class World:
         for one in owed:
             one()
 
-    def _require_allowed(self, *, in_step: bool) -> None:
-        """Like `require_collectives_allowed`; inside a step only that the world was not left."""
-        if not in_step:
-            self.require_collectives_allowed()
-        elif self._refusal is not None:
-            raise RuntimeError(self._refusal)
-
-    def require_collectives_allowed(self) -> None:
+    def require_collectives_allowed(self, *, in_step: bool = False) -> None:
         """Make the deferred collectives, and check that another one may follow.
+
+        Args:
+            in_step: it may follow inside a step too, where none is deferred.
 
         Raises:
             RuntimeError: it may not: after leaving, in `rank_zero_first`, or inside a step.
         """
-        if self._deferred:
+        if self._deferred and not in_step:
             self._run_deferred()
-        why = self._refusal or self.blocked_because
+        why = self._refusal or (None if in_step else self.blocked_because)
         if why is not None:
             raise RuntimeError(why)
