@@ -6,7 +6,7 @@ from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_en
 from ddp_loop.distributed.encoding import as_real, assemble, assemble_all, columns, decode, encode, encode_all
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error, listed
 from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
-from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
+from ddp_loop.distributed.launcher import Pool, RankFailed, launch, pack_call, run_script
 from ddp_loop.distributed.machine import machine_of
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.process_group import launcher_store
@@ -58,7 +58,6 @@ __all__ = [
     "as_real",
     "assemble",
     "assemble_all",
-    "check_call",
     "check_layout",
     "check_structure",
     "children_except",
@@ -91,6 +90,7 @@ __all__ = [
     "nodes_inside",
     "open_cell",
     "own_names",
+    "pack_call",
     "padded",
     "read_rank_env",
     "require_one_model",

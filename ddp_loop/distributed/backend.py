@@ -8,7 +8,7 @@ same bits; a `FlatSum` adds pieces in a given order. What fails raises RuntimeEr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -37,9 +37,6 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta = ..., /) -> bool:
         """Wait for it."""
-
-
-Numbers = tuple[Work, Callable[[], list[tuple[int, ...]]]]  # integers under way; each rank's, after the wait
 
 
 class PieceOrder(Protocol):
@@ -91,9 +88,6 @@ class Backend(Protocol):
     @property
     def size(self) -> int: ...
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        """Start to send a few 64-bit integers, as many on every rank, to all ranks."""
-
     def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
         """Start to add `tensor` up over all ranks, in place."""
 
@@ -130,10 +124,3 @@ class Backend(Protocol):
             under_way: operations that have not ended.
             failed: whether it was cut off.
         """
-
-
-def gathered(backend: Backend, numbers: Sequence[int], what: str) -> Numbers:
-    """Start to send a few integers to all ranks by a gather. Every rank must call this."""
-    part = torch.tensor(numbers, device="cpu")
-    whole = part.new_empty(backend.size * len(numbers))
-    return backend.start_gather(whole, part, what), lambda: list(map(tuple, whole.view(backend.size, -1).tolist()))

@@ -178,18 +178,11 @@ class Collectives:
         Raises:
             Parted: some make another one; on every rank.
         """
-        if self._backends is None:
-            return [number]
-        others = self._backends.others
-        with _Wait(self, kind):
-            work, rows_of_all = others.start_numbers((zlib.crc32(kind.encode()), number), kind)
-            others.wait(work)
-        told = rows_of_all()
+        header = torch.tensor((zlib.crc32(kind.encode()), number), device="cpu")
+        told = self._side_by_side(header, kind).tolist()
         if len({crc for crc, _ in told}) > 1:
-            room = torch.zeros(_KIND_BYTES, dtype=torch.uint8, device="cpu")
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]
-            room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            rows = self._side_by_side(room, kind)
+            rows = self._side_by_side(_row_of(text, _KIND_BYTES), kind)
             places = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
             raise Parted(dict(enumerate(places)))
         return [one for _, one in told]
@@ -219,9 +212,7 @@ class Collectives:
         kind = f"a gather of {what}"
         word = to_bytes(value)
         lengths = self.numbers(len(word), kind, where)
-        room = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        room[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        rows: Any = self._side_by_side(room, kind).numpy()
+        rows: Any = self._side_by_side(_row_of(word, max(lengths)), kind).numpy()
         return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     @torch.no_grad()
@@ -238,3 +229,7 @@ class Collectives:
                 self._collect(raw, lambda backend, raw=raw: backend.start_broadcast(raw, named), named)  # type: ignore[misc]
                 if not tensor.is_contiguous():
                     tensor.copy_(whole)
+
+
+def _row_of(text: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)

@@ -84,9 +84,8 @@ def launch(
         RuntimeError: the processes could not be started.
         TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is below 1.
     """
-    call = _pack_call(function, arguments, keywords)
     with Pool(ranks) as pool:
-        return pool._run(call, ranks, timeout_s)
+        return pool.run(function, ranks, *arguments, timeout_s=timeout_s, **keywords)
 
 
 class Pool:
@@ -148,25 +147,7 @@ class Pool:
             RuntimeError: the workers could not be started.
             TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is not 1 .. size.
         """
-        return self._run(_pack_call(function, arguments, keywords), ranks, timeout_s)
-
-    def close(self) -> None:
-        """End the workers. The pool cannot be used again."""
-        self._closed = True
-        for worker in self._workers.values():
-            worker.ask_to_end()
-        self._end(self._workers)
-        atexit.unregister(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _run(self, call: bytes, ranks: int, timeout_s: float | None) -> list[Any]:
+        call = pack_call(function, arguments, keywords)
         if not 1 <= ranks <= self.size:
             raise ValueError(f"A task runs on 1 .. {self.size} ranks of this pool. Got {ranks}. Create a larger Pool.")
         if timeout_s is not None and timeout_s <= 0:
@@ -188,6 +169,22 @@ class Pool:
             finally:
                 cells.end()
         return _results(answers)
+
+    def close(self) -> None:
+        """End the workers. The pool cannot be used again."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.ask_to_end()
+        self._end(self._workers)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _start(self, ranks: int) -> None:
         """Start those of the first `ranks` workers that are missing, and wait until all are ready."""
@@ -290,12 +287,12 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     )
 
 
-def check_call(function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError if new processes cannot get a function and its keywords."""
-    _pack_call(function, (), dict(keywords))
+def pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bytes:
+    """A call for new processes.
 
-
-def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+    Raises:
+        TypeError: they cannot get the function and its arguments.
+    """
     if not callable(function):
         raise TypeError(f"The first argument must be the function to call on each rank. Got {function!r}.")
     remedy = "Import it from a module, or run: pip install 'ddp_loop[notebook]'."

@@ -30,7 +30,7 @@ from ddp_loop.distributed.local_sockets import TEXT_BYTES, Header, LocalPeers
 from ddp_loop.distributed.shared_memory import Segment, aligned
 
 ARRIVED, MAPPED, REDUCED, COPIED, _DONE, _ASK, _PLACE = range(7)  # stages, and other messages
-NUMBERS, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds
+NOTHING, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds; the first one is a barrier
 ARENA_BYTES = 2 * 2**20
 PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operation
 _PLACE_S = 1.0  # for the places of ranks that have come to the operation, or to another one

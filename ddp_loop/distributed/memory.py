@@ -21,14 +21,13 @@ from contextlib import suppress
 
 import torch
 
-from ddp_loop.distributed.backend import STEP, Numbers, PieceOrder, Work
+from ddp_loop.distributed.backend import STEP, PieceOrder, Work
 from ddp_loop.distributed.meetings import (
     BROADCAST,
     COPIED,
     FLAT,
     GATHER,
     MAPPED,
-    NUMBERS,
     PART_BYTES,
     REDUCED,
     SUM,
@@ -45,10 +44,6 @@ _SLICE_BYTES = 64  # slices begin at cache lines
 
 class MemoryBackend(Meetings):
     """Collectives between the ranks of one machine."""
-
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        meeting = self.meet(NUMBERS, len(numbers), what, words=tuple(numbers))
-        return meeting, lambda: [header.words[: len(numbers)] for header in meeting.headers]
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed.backend import STEP, Numbers, PieceOrder, Work, gathered
+from ddp_loop.distributed.backend import STEP, PieceOrder, Work
 from ddp_loop.distributed.piece_sums import tree_levels
 
 
@@ -34,9 +34,6 @@ class TorchBackend:
         self._group = group
         self.rank = group.rank()
         self.size = group.size()
-
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        return gathered(self, numbers, what)
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
         return self._group.allreduce([tensor])

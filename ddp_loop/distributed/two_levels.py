@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch.nn.functional import pad
 
-from ddp_loop.distributed.backend import STEP, FlatSum, Numbers, PieceOrder, Work, gathered
+from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.gloo import GlooBackend
+from ddp_loop.distributed.meetings import NOTHING
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
 
@@ -147,9 +149,6 @@ class TwoLevelBackend:
         self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self.size = machines[-1].stop
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        return gathered(self, numbers, what)
-
     def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
         first = self.local.start_sum(tensor, what)
         return self._stages(first, lambda leaders: leaders.wait(leaders.start_sum(tensor, what)), tensor, what)
@@ -160,17 +159,16 @@ class TwoLevelBackend:
         mine = part.new_empty(self.local.size * count)
 
         def between(leaders: GlooBackend) -> None:
-            padded_mine = part.new_zeros(most * count)
-            padded_mine[: len(mine)] = mine
+            sent = pad(mine, (0, most * count - len(mine)))
             every = part.new_empty(len(self.machines) * most * count)
-            leaders.wait(leaders.start_gather(every, padded_mine, what))
+            leaders.wait(leaders.start_gather(every, sent, what))
             rows = every.view(len(self.machines), most, count)
             torch.cat([rows[n, : len(ranks)].reshape(-1) for n, ranks in enumerate(self.machines)], out=whole)
 
         return self._stages(self.local.start_gather(mine, part, what), between, whole, what)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Stages:
-        first, _ = self.local.start_numbers((), what)
+        first = self.local.meet(NOTHING, 0, what)
         return self._stages(first, lambda leaders: leaders.wait(leaders.start_broadcast(tensor, what)), tensor, what)
 
     def _stages(self, first: Work, between: Callable[[GlooBackend], None], result: torch.Tensor, what: str) -> Stages:
@@ -265,9 +263,7 @@ class TwoLevelFlatSum:
         if (settling := self._local.start_settling()) is not None:
             self._local.finish(settling)
         if self._between is not None:
-            rows = [sent[0].new_zeros(self._length) for sent in self._sent]
-            for row, sent in zip(rows, self._sent, strict=True):
-                row[: len(sent[0])] = sent[0]
+            rows = [pad(sent[0], (0, self._length - len(sent[0]))) for sent in self._sent]
             self._leaders.wait(self._between.arrive(rows))
             if (gathering := self._between.reduce()) is not None:
                 self._leaders.wait(gathering)
