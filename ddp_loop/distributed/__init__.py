@@ -32,10 +32,10 @@ from ddp_loop.distributed.replicas import (
     find_tensors,
     under_all_names,
 )
+from ddp_loop.distributed.signals import WorkerSignals
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.two_levels import SumNode, merges_of, nodes_inside
 from ddp_loop.distributed.values import sendable
-from ddp_loop.distributed.worker_signals import WorkerSignals
 from ddp_loop.distributed.world import World
 
 __all__ = [
