@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import torch
 from torch.nn.functional import pad
@@ -86,27 +87,27 @@ class MachineOrder:
     between: Order
 
 
-def machine_order(order: PieceOrder, machines: Sequence[range], own: int, own_rank: int) -> MachineOrder:
-    """Cut an order over all ranks into those inside of machine `own` and between the machines. See [Note: One tree].
+def machine_order(order: PieceOrder, machines: Sequence[range], own_rank: int) -> MachineOrder:
+    """Cut an order over all ranks into those inside of a rank's machine and between the machines. See [Note: One tree].
 
     Args:
         order: over all ranks.
         machines: the ranks of each, in order.
-        own: the number of a machine.
-        own_rank: one of its ranks.
+        own_rank: that rank.
     """
     starts = [sum(order.pieces[:rank]) for rank in range(len(order.pieces) + 1)]
     tree = tree_of(order.last_merges)
-    sent = [list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines]
+    own = next(ranks for ranks in machines if own_rank in ranks)
+    sent = {ranks: list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines}
     nodes = []
     parts = []
     for node in sent[own]:
-        added = {rank: range(max(node.first, starts[rank]), min(node.end, starts[rank + 1])) for rank in machines[own]}
+        added = {rank: range(max(node.first, starts[rank]), min(node.end, starts[rank + 1])) for rank in own}
         nodes.append(Order(tuple(map(len, added.values())), tuple(merges_of(node, ()))))
         mine = added[own_rank]
         parts.append(slice(mine.start - starts[own_rank], mine.start - starts[own_rank] + len(mine)))
-    leaves = [node for nodes in sent for node in nodes]
-    counts = tuple(map(len, sent))
+    leaves = [*chain(*sent.values())]
+    counts = tuple(map(len, sent.values()))
     is_any = sum(counts) <= 2 and max(counts) == 1
     return MachineOrder(nodes, parts, Order(counts, tuple(merges_of(tree, leaves)), is_any))
 
@@ -146,7 +147,6 @@ class TwoLevelBackend:
         self.leaders = leaders
         self.machines = machines
         self.rank = rank
-        self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self.size = machines[-1].stop
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
@@ -222,7 +222,7 @@ class TwoLevelFlatSum:
         self._local = backend.local
         self._dtype = dtype
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
-        cut = machine_order(order, backend.machines, backend.own, backend.rank)
+        cut = machine_order(order, backend.machines, backend.rank)
         # A machine without shards sends -0.0, with its ranks' tails.
         nodes = cut.nodes or [Order((0,) * self._local.size, ())]
         self._parts = cut.parts or [slice(0, 0)]

@@ -14,7 +14,7 @@ import io
 import ipaddress
 import pickle
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, serve_store
 
+Found = TypeVar("Found", tuple[bytes, Any] | None, tuple[bytes, Any, bool] | None)  # a state, and more
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # as torchrun
 _STATIC_TIMEOUT_S = 600  # as torchrun
 _BACKENDS = {"c10d": "c10d_rendezvous_backend", "etcd-v2": "etcd_rendezvous_backend"}  # those with a pickled state
@@ -92,10 +93,7 @@ class CheckedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: it is no state of a rendezvous.
         """
-        found: tuple[bytes, Any] | None = self._backend.get_state()
-        if found is not None:
-            _check_state(found[0])
-        return found
+        return _checked(self._backend.get_state())
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
         """Replace the state that has this token; return the state then, its token, and whether it was replaced.
@@ -103,10 +101,7 @@ class CheckedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: it is no state of a rendezvous.
         """
-        found: tuple[bytes, Any, bool] | None = self._backend.set_state(state, token)
-        if found is not None:
-            _check_state(found[0])
-        return found
+        return _checked(self._backend.set_state(state, token))
 
 
 class _StateReader(pickle.Unpickler):
@@ -116,13 +111,15 @@ class _StateReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check_state(state: bytes) -> None:
+def _checked(found: Found) -> Found:
     try:
-        _StateReader(io.BytesIO(state)).load()
+        if found is not None:
+            _StateReader(io.BytesIO(found[0])).load()
     except Exception as error:  # bad bytes raise whatever they like
         raise RendezvousStateError(
             f"The store holds what no launcher wrote ({error}). Keep its port inside a network that you trust."
         ) from error
+    return found
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
