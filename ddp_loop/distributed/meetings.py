@@ -186,13 +186,20 @@ class Meetings:
         offset = self._put(values) if values else 0
         completed = self._completed
         self._sequence = self._sequence + 1
-        digest = _digest(what, dtype, layout)
         where = self._where()
-        number = self._sequence
-        files = len(descriptors)
-        at = _NUMBER_OF.get(where.stage, 0)
-        step = where.step
-        header = Header(ARRIVED, kind, files, digest, number, length, offset, completed, at, step, words)
+        header = Header(
+            ARRIVED,
+            kind,
+            segments=len(descriptors),
+            digest=_digest(what, dtype, layout),
+            sequence=self._sequence,
+            length=length,
+            offset=offset,
+            done=completed,
+            at=_NUMBER_OF.get(where.stage, 0),
+            step=where.step,
+            words=words,
+        )
         meeting = Meeting(header, what, then)
         if reads:
             self._open[self._sequence] = meeting

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
@@ -39,14 +39,14 @@ def end_with_parent() -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
 
 
-def follow_launcher(environment: Mapping[str, str]) -> None:
+def follow_launcher() -> None:
     """End this process when its launcher is killed, and leave errors to a launcher that prints them.
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """
     parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
     # torchrun starts its workers from its main thread.
-    if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
+    if "TORCHELASTIC_RUN_ID" in os.environ and end_with_parent() and os.getppid() != parent:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
     if sys.excepthook is show_unless_reported:
         report_to_launcher.is_alone = True  # type: ignore[attr-defined]

@@ -54,12 +54,11 @@ def read_ending(rank: int, failure: ProcessFailure) -> Ending:
     """What a failed rank left in its error file, which `report_to_launcher` or torch's own `record` wrote."""
     found = failure.error_file_data.get("message")
     if not isinstance(found, dict):
-        is_peer = failure.exitcode == PEER_FAILED_EXIT
-        return Ending(rank, failure.exitcode, float(failure.timestamp), is_peer=is_peer)
+        found = {"extraInfo": {"is_peer": failure.exitcode == PEER_FAILED_EXIT}}
     facts = found.get("extraInfo") or {}
     at = float(failure.timestamp)
     with suppress(TypeError, ValueError):
-        at = float(facts["at"]) if "at" in facts else float(facts.get("timestamp", at))
+        at = float(facts.get("at", facts.get("timestamp", at)))
     return Ending(
         rank,
         failure.exitcode,
