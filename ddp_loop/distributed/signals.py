@@ -36,23 +36,52 @@ _NONE = -1  # no workers are needed
 _needed: list[ctypes.c_long] = []  # all that this process has; in memory that it shares with its workers
 
 
-class StopRequests:
-    """Finds what a signal means from the signals before it. See [Note: Ctrl-C].
+class Signals:
+    """Takes over the signals, says what each means, and restores the former handlers. See [Note: Ctrl-C].
+
+    Args:
+        descriptor: receives each signal's number as a byte; it must not block.
 
     Attributes:
         has_followed: whether the ranks have stopped, and no loop began since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.has_followed = False
         self._followed_at = 0.0
-        self._interrupts: list[float] = []
+        self._interrupts: list[float] = []  # when each Ctrl-C came
+        self._descriptor = descriptor
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
 
-    def begin(self) -> None:
-        """Begin a loop, and forget requests that were followed."""
+    def take(self) -> None:
+        """Take over the signals as a loop begins, and forget requests that were followed.
+
+        Outside of the main thread Python allows no handlers.
+        """
         if self.has_followed:
             self.has_followed = False
             self._interrupts = []
+        if not self._before and threading.current_thread() is threading.main_thread():
+            self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
+            self._before = {number: signal.signal(number, do_nothing) for number in REQUESTS}
+            _taken.append(self)
+
+    def restore(self) -> None:
+        if not self._before or threading.current_thread() is not threading.main_thread():
+            return
+        self.restore_handlers()
+        now = signal.set_wakeup_fd(-1)
+        with suppress(ValueError, OSError):  # it was closed since
+            signal.set_wakeup_fd(self._wakeup_before if now == self._descriptor else now)
+        self._before = {}
+        _taken.remove(self)
+
+    def restore_handlers(self) -> None:
+        """Restore the former handlers alone."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is do_nothing:  # otherwise another handler was installed since
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def follow(self) -> None:
         """Note that all ranks have stopped."""
@@ -77,42 +106,6 @@ class StopRequests:
             return "stop"
         return "interrupt" if times == 2 else "exit"
 
-
-class Signals:
-    """Takes over the signals, and restores the former handlers.
-
-    Args:
-        descriptor: receives each signal's number as a byte; it must not block.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-
-    def take(self) -> None:
-        """Take over the signals, but for outside of the main thread, where Python allows no handlers."""
-        if not self._before and threading.current_thread() is threading.main_thread():
-            self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, do_nothing) for number in REQUESTS}
-            _taken.append(self)
-
-    def restore(self) -> None:
-        if not self._before or threading.current_thread() is not threading.main_thread():
-            return
-        self.restore_handlers()
-        now = signal.set_wakeup_fd(-1)
-        with suppress(ValueError, OSError):  # it was closed since
-            signal.set_wakeup_fd(self._wakeup_before if now == self._descriptor else now)
-        self._before = {}
-        _taken.remove(self)
-
-    def restore_handlers(self) -> None:
-        """Restore the former handlers alone."""
-        for number, handler in self._before.items():
-            if signal.getsignal(number) is do_nothing:  # otherwise another handler was installed since
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
     def pass_on(self, number: int) -> None:
         """Pass a signal that is no request to the former wakeup descriptor, such as that of an event loop."""
         if self._wakeup_before != -1:
@@ -122,11 +115,6 @@ class Signals:
 
 def do_nothing(number: int, frame: FrameType | None) -> None:
     """Do nothing: the C handler has written the number to the wakeup descriptor."""
-
-
-def are_taken() -> bool:
-    """Whether this process takes SIGINT and SIGTERM as requests now."""
-    return bool(_taken)
 
 
 def _undo() -> None:
@@ -164,7 +152,7 @@ class WorkerSignals:
         """Start workers inside, which SIGINT and SIGTERM do not end if a loop takes them as requests."""
         self.has_workers = True
         self._started = self._started + 1
-        self._needed.value = self._started if are_taken() else _NONE
+        self._needed.value = self._started if _taken else _NONE
         before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # until the workers have their handlers
         try:
             yield

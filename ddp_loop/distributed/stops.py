@@ -88,7 +88,6 @@ class Stops:
         if loop not in self._loops:
             self._loops.append(loop)
         self._has_begun = True
-        self.watchdog.requests.begin()
         self.watchdog.signals.take()
 
     def restore_handlers(self, loop: Stoppable) -> None:
@@ -96,7 +95,7 @@ class Stops:
         may arrive twice."""
         if loop in self._loops:
             self._loops.remove(loop)
-        if not self._loops and not self.watchdog.requests.has_followed:
+        if not self._loops and not self.watchdog.signals.has_followed:
             self.watchdog.signals.restore()
 
     def _look(self) -> str | None:
@@ -136,7 +135,7 @@ class Stops:
 
     def raise_if_stopped(self) -> None:
         """Raise Stopped if the ranks have stopped, and no loop began since; no collective, the same on every rank."""
-        if self.watchdog.requests.has_followed:
+        if self.watchdog.signals.has_followed:
             raise self.ended()
 
     def agree(self) -> None:
