@@ -63,8 +63,7 @@ class FlatSum(Protocol):
         reduces_early: whether `reduce` starts a collective of its own, and the wait before it holds up the device only.
     """
 
-    @property
-    def reduces_early(self) -> bool: ...
+    reduces_early: bool
 
     def empty(self) -> torch.Tensor:
         """New memory for a row, with any values, from which `arrive` need not copy."""

@@ -212,7 +212,7 @@ class Pool:
 
     def _start(self, ranks: int) -> None:
         """Start those of the first `ranks` workers that are missing, and wait until all are ready."""
-        gone = [rank for rank, worker in self._workers.items() if not worker.usable]
+        gone = [rank for rank, worker in self._workers.items() if worker.spent or not worker.alive]
         self._end(gone)
         try:
             for rank in range(ranks):
@@ -434,11 +434,6 @@ class Failure:
 Answer = Returned | Failure
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The first message of a rank's process: it has imported torch and waits for a task."""
-
-
 def main_is_interactive() -> bool:
     """Whether `__main__` is a notebook or a prompt, which a new process cannot import."""
     main = sys.modules["__main__"]
@@ -499,11 +494,6 @@ class Worker:
             return False
 
     @property
-    def usable(self) -> bool:
-        """Whether it can take another task."""
-        return self.alive and not self.spent
-
-    @property
     def is_stopped(self) -> bool:
         """Whether it is stopped, as by SIGSTOP, and answers nothing."""
         return self.alive and is_stopped(self.process_id)
@@ -513,7 +503,7 @@ class Worker:
         while not self.ready:
             wait_for_any([self], deadline - time.monotonic())
             word = self._receive()
-            self.ready = isinstance(word, Ready)
+            self.ready = isinstance(word, Returned)
             if isinstance(word, Failure):
                 raise RuntimeError(
                     f"A worker process {word.headline} before it was ready. Its own message is above. "
@@ -609,7 +599,7 @@ def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: i
     """Run tasks until None arrives or the parent closes or dies. This is the target of a worker process.
 
     Args:
-        tasks: receives each `Task`, then None; sends `Ready`, then a `Returned` or `Failure` for each task.
+        tasks: receives each `Task`, then None; sends a `Returned` when it is ready, then an `Answer` for each task.
         stacks: SIGUSR1 writes the Python stacks of all threads to it, even of a stuck process.
         cells: sends what tasks show in a notebook.
         parent: the process id of the parent.
@@ -623,7 +613,7 @@ def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: i
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
     _print_whole_lines()
     threads = torch.get_num_threads()
-    tasks.send(Ready())
+    tasks.send(Returned(b""))  # torch is imported
     with suppress(EOFError, ConnectionError):
         while (task := tasks.recv()) is not None:
             answer = _run(task, threads, cells)

@@ -44,9 +44,8 @@ class LaunchedSum:
 
     whole: FlatSum
 
-    @property
-    def reduces_early(self) -> bool:
-        return self.whole.reduces_early
+    def __post_init__(self) -> None:
+        self.reduces_early = self.whole.reduces_early
 
     def empty(self) -> torch.Tensor:
         return self.whole.empty()
