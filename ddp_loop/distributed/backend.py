@@ -116,10 +116,9 @@ class Backend(Protocol):
     def cut_off(self) -> None:
         """End what is under way here and on the ranks that wait for this one, which failed."""
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+    def leave(self, unfinished: Collection[Work]) -> None:
         """Give up what it holds.
 
         Args:
-            under_way: operations that have not ended.
-            failed: whether it was cut off.
+            unfinished: the operations that were cut off.
         """

@@ -61,16 +61,16 @@ class GlooBackend(TorchBackend):
                 if self._in_vain():
                     raise
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        """Give the group up; after a failure keep it, even at exit, if one of its sums does not end soon."""
+    def leave(self, unfinished: Collection[Work]) -> None:
+        """Give the group up; keep it, even at exit, if a sum that was cut off does not end soon."""
         deadline = time.monotonic() + _END_S
-        while failed and not _ended(under_way):
+        while not _ended(unfinished):
             if time.monotonic() > deadline:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # the list alone would release it at exit
-                _kept.append((self._group, under_way))
+                _kept.append((self._group, unfinished))
                 break
             time.sleep(_LOOK_S)
-        super().leave(under_way, failed=failed)
+        super().leave(unfinished)
 
 
 def open_sockets() -> dict[int, str]:

@@ -396,7 +396,7 @@ class Meetings:
 
     # -- leaving -------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
+    def cut_off(self) -> None:
         """Close the connections; the memory is freed with the last tensor in it."""
         self._peers.close()
         for number in [number for numbers in self._inbox.attached.values() for number in numbers]:

@@ -122,11 +122,8 @@ class MemoryBackend(Meetings):
         if isinstance(work, Meeting):
             self.finish(work)
 
-    def cut_off(self) -> None:
-        self.end()
-
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        self.end()
+    def leave(self, unfinished: Collection[Work]) -> None:
+        self.cut_off()
 
 
 class MemoryFlatSum:

@@ -103,7 +103,7 @@ class ProcessGroups:
                     accelerator_of(bound).connect(default, self._timeout)
         except BaseException:
             if self.memory is not None:
-                self.memory.end()
+                self.memory.cut_off()
             if self._owns:
                 dist.destroy_process_group()
             raise
@@ -237,10 +237,15 @@ class ProcessGroups:
                 dist.distributed_c10d._get_default_group().abort()
 
     def leave(self, under_way: Mapping[Work, Backend], *, failed: bool) -> None:
-        """Give the groups up; as `Backend.leave`, with the backend of each operation."""
+        """Give the groups up.
+
+        Args:
+            under_way: operations that have not ended, each with its backend.
+            failed: whether they were cut off.
+        """
         cut(accepted(self.connections))  # gloo needs up to 10 ms to close an open connection
         for backend in self.backends.each():
-            backend.leave([work for work, its in under_way.items() if its is backend], failed=failed)
+            backend.leave([work for work, its in under_way.items() if failed and its is backend])
         if dist.is_initialized():
             if self._owns:
                 dist.destroy_process_group()

@@ -64,7 +64,7 @@ class TorchBackend:
     def cut_off(self) -> None:
         self._group.abort()
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+    def leave(self, unfinished: Collection[Work]) -> None:
         """Drop the group: its connections are closed with the last reference."""
         del self._group
 

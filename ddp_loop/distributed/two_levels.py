@@ -199,10 +199,10 @@ class TwoLevelBackend:
         if self.leaders is not None:
             self.leaders.cut_off()
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        self.local.leave((), failed=failed)
+    def leave(self, unfinished: Collection[Work]) -> None:
+        self.local.leave(())
         if self.leaders is not None:
-            self.leaders.leave((), failed=failed)
+            self.leaders.leave(())
             self.leaders = None
 
 
