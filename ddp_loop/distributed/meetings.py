@@ -54,15 +54,17 @@ class Meeting:
     Attributes:
         header: of this rank.
         what: the operation, in words.
+        then: the rest of the operation; None without one, and once it is done.
         headers: of all ranks, in rank order, once all have come.
+        is_over: whether all is done.
     """
 
-    __slots__ = ("_then", "header", "headers", "is_over", "what")
+    __slots__ = ("header", "headers", "is_over", "then", "what")
 
     def __init__(self, header: Header, what: str, then: Then | None = None) -> None:
         self.header = header
         self.what = what
-        self._then = then
+        self.then = then
         self.headers: list[Header] = []
         self.is_over = False
 
@@ -72,14 +74,6 @@ class Meeting:
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Raise: its backend is needed for the wait, and was left."""
         raise RuntimeError("The world of this operation was left.")
-
-    def complete(self, headers: list[Header]) -> None:
-        """Store the headers, and do the rest of the operation; again if Ctrl-C interrupted that before."""
-        self.headers = headers
-        if self._then is not None:
-            self._then(self)
-        self._then = None
-        self.is_over = True
 
 
 class Inbox:
@@ -265,7 +259,11 @@ class Meetings:
     def _complete(self, work: Meeting, headers: dict[int, Header]) -> None:
         self._check(work, headers)
         own = work.header
-        work.complete([headers.get(rank, own) for rank in range(self.size)])
+        work.headers = [headers.get(rank, own) for rank in range(self.size)]
+        if work.then is not None:
+            work.then(work)  # again if Ctrl-C interrupted it before
+        work.then = None
+        work.is_over = True
         self._inbox.headers.pop((own.sequence, own.stage), None)
         self._open.pop(own.sequence, None)
 

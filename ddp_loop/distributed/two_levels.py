@@ -118,18 +118,13 @@ class Stages:
     def __init__(self, first: Work, rest: Callable[[], None]) -> None:
         self.first = first
         self.rest = rest
-        self._is_over = False
+        self.is_over = False
 
     def is_completed(self) -> bool:
-        return self._is_over
+        return self.is_over
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         return self.first.wait()
-
-    def complete(self) -> None:
-        if not self._is_over:
-            self.rest()
-            self._is_over = True
 
 
 class TwoLevelBackend:
@@ -190,7 +185,9 @@ class TwoLevelBackend:
     def wait(self, work: Work) -> None:
         if isinstance(work, Stages):
             self.local.wait(work.first)
-            work.complete()
+            if not work.is_over:
+                work.rest()
+            work.is_over = True
         else:
             self.local.wait(work)
 
