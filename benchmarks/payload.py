@@ -79,10 +79,6 @@ class CountedBackend:
     def __init__(self, backend: Any, handed: Handed) -> None:
         self._backend, self._handed = backend, handed
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Any:
-        self._handed.append([8 * len(numbers)])
-        return self._backend.start_numbers(numbers, what)
-
     def start_sum(self, tensor: torch.Tensor, what: str) -> Any:
         self._handed.append([tensor.nbytes])
         return self._backend.start_sum(tensor, what)

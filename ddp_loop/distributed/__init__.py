@@ -3,10 +3,10 @@
 from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
-from ddp_loop.distributed.encoding import as_real, assemble, assemble_all, columns, decode, encode, encode_all
+from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode, encode_all
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error, listed
-from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
-from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
+from ddp_loop.distributed.join import join_world, sharing_gpus
+from ddp_loop.distributed.launcher import Pool, RankFailed, launch, pack_call, run_script
 from ddp_loop.distributed.machine import machine_of
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.process_group import launcher_store
@@ -30,13 +30,12 @@ from ddp_loop.distributed.replicas import (
     find_modules,
     find_parameters,
     find_tensors,
-    make_equal,
     under_all_names,
 )
+from ddp_loop.distributed.signals import WorkerSignals
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.two_levels import SumNode, merges_of, nodes_inside
 from ddp_loop.distributed.values import sendable
-from ddp_loop.distributed.worker_signals import WorkerSignals
 from ddp_loop.distributed.world import World
 
 __all__ = [
@@ -57,9 +56,7 @@ __all__ = [
     "WorkerSignals",
     "World",
     "as_real",
-    "assemble",
     "assemble_all",
-    "check_call",
     "check_layout",
     "check_structure",
     "children_except",
@@ -83,16 +80,15 @@ __all__ = [
     "kept_by",
     "launch",
     "launcher_store",
-    "leave_open_worlds",
     "listed",
     "machine_of",
-    "make_equal",
     "merge",
     "merges_of",
     "named_tensors",
     "nodes_inside",
     "open_cell",
     "own_names",
+    "pack_call",
     "padded",
     "read_rank_env",
     "require_one_model",

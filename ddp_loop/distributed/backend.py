@@ -8,7 +8,7 @@ same bits; a `FlatSum` adds pieces in a given order. What fails raises RuntimeEr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -39,9 +39,6 @@ class Work(Protocol):
         """Wait for it."""
 
 
-Numbers = tuple[Work, Callable[[], list[tuple[int, ...]]]]  # integers under way; each rank's, after the wait
-
-
 class PieceOrder(Protocol):
     """In which order the pieces of all ranks are added up.
 
@@ -66,8 +63,7 @@ class FlatSum(Protocol):
         reduces_early: whether `reduce` starts a collective of its own, and the wait before it holds up the device only.
     """
 
-    @property
-    def reduces_early(self) -> bool: ...
+    reduces_early: bool
 
     def empty(self) -> torch.Tensor:
         """New memory for a row, with any values, from which `arrive` need not copy."""
@@ -91,9 +87,6 @@ class Backend(Protocol):
     @property
     def size(self) -> int: ...
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        """Start to send a few 64-bit integers, as many on every rank, to all ranks."""
-
     def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
         """Start to add `tensor` up over all ranks, in place."""
 
@@ -109,12 +102,11 @@ class Backend(Protocol):
     def start_settling(self) -> Work | None:
         """Start to wait until no rank reads what the last sums left in this one's memory; None if none can."""
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def wait(self, work: Work) -> None:
         """Wait for an operation until its values can be used on their device.
 
-        Args:
-            work: the operation.
-            in_vain: whether a rank failed, is elsewhere, or takes too long; called every LOOK_S seconds.
+        Where the host waits, it looks every LOOK_S seconds whether that is in vain, by a function that the backend was
+        made with: a rank failed, is elsewhere, or takes too long.
 
         Raises:
             Parted: ranks make different operations.
@@ -124,17 +116,9 @@ class Backend(Protocol):
     def cut_off(self) -> None:
         """End what is under way here and on the ranks that wait for this one, which failed."""
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+    def leave(self, unfinished: Collection[Work]) -> None:
         """Give up what it holds.
 
         Args:
-            under_way: operations that have not ended.
-            failed: whether it was cut off.
+            unfinished: the operations that were cut off.
         """
-
-
-def gathered(backend: Backend, numbers: Sequence[int], what: str) -> Numbers:
-    """Start to send a few integers to all ranks by a gather. Every rank must call this."""
-    part = torch.tensor(numbers, device="cpu")
-    whole = part.new_empty(backend.size * len(numbers))
-    return backend.start_gather(whole, part, what), lambda: list(map(tuple, whole.view(backend.size, -1).tolist()))

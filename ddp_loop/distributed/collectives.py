@@ -6,7 +6,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -130,7 +129,7 @@ class Collectives:
             work.wait()
             return
         with _Wait(self, STEP):
-            backend.wait(work, self.is_in_vain)
+            backend.wait(work)
         self.under_way.pop(work, None)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
@@ -170,33 +169,23 @@ class Collectives:
         others = self._backends.others
         whole = part.new_empty(others.size * part.numel())
         with _Wait(self, waits):
-            others.wait(others.start_gather(whole, part, waits), self.is_in_vain)
+            others.wait(others.start_gather(whole, part, waits))
         return whole.view(others.size, -1)
 
-    def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
-        """Check that all ranks make a collective of this kind.
-
-        Returns:
-            Each rank's `size`.
+    def numbers(self, number: int, kind: str, where: RankStatus) -> list[int]:
+        """Every rank's 64-bit integer `number`, in rank order, if all ranks make a collective of this kind.
 
         Raises:
             Parted: some make another one; on every rank.
         """
-        if self._backends is None:
-            return [size]
-        others = self._backends.others
-        with _Wait(self, kind):
-            work, rows_of_all = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
-            others.wait(work, self.is_in_vain)
-        told = rows_of_all()
+        header = torch.tensor((zlib.crc32(kind.encode()), number), device="cpu")
+        told = self._side_by_side(header, kind).tolist()
         if len({crc for crc, _ in told}) > 1:
-            room = torch.zeros(_KIND_BYTES, dtype=torch.uint8, device="cpu")
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]
-            room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            rows = self._side_by_side(room, kind)
+            rows = self._side_by_side(_row_of(text, _KIND_BYTES), kind)
             places = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
             raise Parted(dict(enumerate(places)))
-        return [size for _, size in told]
+        return [one for _, one in told]
 
     def _collect(self, tensor: torch.Tensor, operation: Operation, waits: str) -> None:
         if self._backends is None:
@@ -208,28 +197,22 @@ class Collectives:
             return
         with _Wait(self, waits):
             if (work := operation(self._backends.others)) is not None:
-                self._backends.others.wait(work, self.is_in_vain)
+                self._backends.others.wait(work)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
         """Add `tensor` up over all ranks, in place."""
         kind = f"a sum of {tensor.dtype} {tuple(tensor.shape)}"
-        self._check_alignment(kind, where)
+        self.numbers(0, kind, where)
         total = summable(tensor)
         self._collect(total, lambda backend: backend.start_sum(total, kind), kind)
         assign_sum(tensor, total)
-
-    def numbers(self, number: int, what: str, where: RankStatus) -> list[int]:
-        """Every rank's 64-bit integer `number`, in rank order; it travels in the header."""
-        return self._check_alignment(what, where, number)
 
     def gather(self, value: Value, what: str, where: RankStatus) -> list[Value]:
         """Every rank's `value`, in rank order."""
         kind = f"a gather of {what}"
         word = to_bytes(value)
-        lengths = self._check_alignment(kind, where, len(word))
-        room = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        room[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        rows: Any = self._side_by_side(room, kind).numpy()
+        lengths = self.numbers(len(word), kind, where)
+        rows: Any = self._side_by_side(_row_of(word, max(lengths)), kind).numpy()
         return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     @torch.no_grad()
@@ -237,15 +220,16 @@ class Collectives:
         """Make these tensors what they are on rank 0, in place."""
         forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
         kind = f"a broadcast of {forms}"
-        self._check_alignment(kind, where)
+        named = kind[:_KIND_BYTES]
+        self.numbers(0, kind, where)
         for tensor in tensors:
             if tensor.numel():
                 whole = tensor.detach().contiguous()
                 raw = whole.reshape(-1).view(torch.uint8)
-                self._collect(raw, partial(_start_broadcast, raw, kind[:_KIND_BYTES]), kind[:_KIND_BYTES])
+                self._collect(raw, lambda backend, raw=raw: backend.start_broadcast(raw, named), named)  # type: ignore[misc]
                 if not tensor.is_contiguous():
                     tensor.copy_(whole)
 
 
-def _start_broadcast(tensor: torch.Tensor, what: str, backend: Backend) -> Work:
-    return backend.start_broadcast(tensor, what)
+def _row_of(text: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,9 +83,7 @@ def gpu_uuids() -> list[str]:
     return [gpu.uuid() for gpu in all_gpus()]
 
 
-def choose_device(
-    wish: str, gpus: int, local_rank: int, uuids: Callable[[], Sequence[str]] = gpu_uuids, kind: str = "cuda"
-) -> torch.device:
+def choose_device(wish: str, gpus: int, local_rank: int, kind: str = "cuda") -> torch.device:
     """The device of a rank for a wish, on a machine with `gpus` accelerators of one kind, such as "cuda".
 
     | wish | none | some |
@@ -101,7 +99,6 @@ def choose_device(
 
     Args:
         wish, gpus, local_rank: as above.
-        uuids: returns the UUIDs of the GPUs.
         kind: of torch's accelerators.
 
     Raises:
@@ -112,7 +109,7 @@ def choose_device(
     asked, listed = (kind, []) if wish in ("auto", "gpu") else _listed(wish)
     if gpus == 0 or asked != kind:
         raise ValueError(_none_of(asked, wish, gpus, kind))
-    chosen = [_index_of(one, wish, gpus, uuids, kind) for one in listed] or list(range(gpus))
+    chosen = [_index_of(one, wish, gpus, kind) for one in listed] or list(range(gpus))
     if len(set(chosen)) < len(chosen):
         raise ValueError(f'device must name each GPU once. Got "{wish}". Remove the GPU that is there twice.')
     return torch.device(kind, chosen[local_rank % len(chosen)])
@@ -152,11 +149,11 @@ def _none_of(asked: str, wish: str, gpus: int, kind: str) -> str:
     )
 
 
-def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]], kind: str) -> int:
+def _index_of(one: str, wish: str, gpus: int, kind: str) -> int:
     """The index of a GPU that is given by its index, or by the first letters of its UUID."""
     if one.isdecimal() and int(one) < gpus:
         return int(one)
-    there = uuids()
+    there = gpu_uuids()
     found = [] if one.isdecimal() else [at for at, uuid in enumerate(there) if uuid.lower().startswith(one.lower())]
     if len(found) == 1:
         return found[0]

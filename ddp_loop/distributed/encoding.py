@@ -88,13 +88,9 @@ def _chunk(dtype: torch.dtype, column: torch.dtype) -> torch.dtype | None:
     return torch.int16 if column.itemsize == 4 else torch.int32
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 def columns(tensor: torch.Tensor, column: torch.dtype) -> int:
     """The number of columns that a tensor takes."""
-    real = _real(tensor.dtype)
+    real = tensor.dtype.to_real()
     chunk = _chunk(real, column)
     reals = 2 if tensor.is_complex() else 1
     return tensor.numel() * reals * (1 if chunk is None else real.itemsize // chunk.itemsize)
@@ -117,7 +113,7 @@ def decode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     A complex value is two reals. Integers become int64 (uint64 by its bits), narrow floats keep the columns' dtype.
     """
-    real = _real(dtype)
+    real = dtype.to_real()
     chunk = _chunk(real, rows.dtype)
     if chunk is not None:
         flat = rows.to(chunk).reshape(-1).view(torch.int64 if real is torch.uint64 else real)
@@ -128,7 +124,7 @@ def decode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def assemble(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A row of `decode`, (elements,), as a tensor of the dtype and shape of `like`."""
     if like.is_complex():
-        pairs = values.to(_real(like.dtype)).reshape(*like.shape, 2)
+        pairs = values.to(like.dtype.to_real()).reshape(*like.shape, 2)
         # torch cannot view pairs as complex numbers where they begin at an odd place, as in a row of odd length.
         return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
     if like.dtype is torch.uint64:
@@ -138,7 +134,7 @@ def assemble(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def assemble_all(values: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A row of `decode`, (elements,), as tensors of one dtype, of the shapes of `like`."""
-    real = _real(like[0].dtype)
+    real = like[0].dtype.to_real()
     if real is not torch.uint64:
         values = values.to(real)
     parts = values.split_with_sizes([one.numel() * (2 if one.is_complex() else 1) for one in like])

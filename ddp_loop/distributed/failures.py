@@ -141,6 +141,7 @@ class RankStatus:
         return f" in {self.stage}{of}" if self.stage else of.replace(" of", " in")
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """A rank's answer to a roll call: where it is, and the stack of its main thread."""
@@ -196,8 +197,8 @@ def find_culprit(
     ended: set[int],
     names: Sequence[str],
     timeout_s: float,
-) -> tuple[int | None, str, str]:
-    """The rank that holds up the others, the reason, and the stack of its main thread.
+) -> tuple[int | None, str]:
+    """The rank that holds up the others, and the reason.
 
     The first of: a rank that left without an error; one that does not answer; one that is in no collective while the
     others wait; one that waits in another collective than most. Where ranks part evenly, as two always do, none
@@ -215,20 +216,20 @@ def find_culprit(
         return rank, (
             f"{capital(names[rank])} left the world without an error while others were in a collective, and every rank "
             "must take part in every collective. Leave loops and call evaluate on all ranks alike."
-        ), ""  # fmt: skip
+        )
     if silent := [rank for rank in range(len(names)) if rank not in here]:
         return silent[0], (
             f"{capital(names[silent[0]])} does not answer (killed, stopped, out of memory, a crash in compiled code, "
             "its machine is down, or the network to it is cut), and every rank must take part in every collective."
             f"{_last_message(seen.get(silent[0], RankStatus()))} Read what its launcher and kernel say."
-        ), ""  # fmt: skip
+        )
     if late := [rank for rank in range(len(names)) if not here[rank].where.waits]:
         one = here[late[0]]
         return late[0], (
             f"{capital(names[late[0]])} is still{str(one.where) or ' outside of a loop'} while {_waiting(here, names)} "
             f"waits, and every rank must reach every collective within timeout_s={timeout_s:g}. Do less between two "
             "collectives, or pass join_world a longer timeout_s."
-        ), one.stack  # fmt: skip
+        )
     kinds = [one.where.waits for _, one in sorted(here.items())]
     counts = Counter(kinds)
     if len(counts) > 1 and len(set(counts.values())) == 1:
@@ -236,7 +237,7 @@ def find_culprit(
         return None, (
             f"Every rank must make the same collectives in the same order, but {places}. Base decisions on folded "
             "values alone, and call evaluate, and whatever else is for every rank, on all of them."
-        ), ""  # fmt: skip
+        )
     odd = min(range(len(names)), key=lambda rank: (counts[kinds[rank]], -rank))
     if len(counts) > 1:
         other = next(kind for kind in kinds if kind != kinds[odd])
@@ -244,8 +245,8 @@ def find_culprit(
             f"{capital(names[odd])} waits in {kinds[odd]}{here[odd].where}, others in {other}, and every rank must "
             "make the same collectives in the same order. Base decisions on folded values alone, and call evaluate, "
             "and whatever else is for every rank, on all of them."
-        ), here[odd].stack  # fmt: skip
-    return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines.", ""
+        )
+    return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines."
 
 
 def _waiting(here: Mapping[int, RankReport], names: Sequence[str]) -> str:

@@ -35,11 +35,20 @@ _kept: list[tuple[dist.ProcessGroup, Collection[Work]]] = []
 
 
 class GlooBackend(TorchBackend):
-    """A process group of gloo."""
+    """A process group of gloo.
+
+    Args:
+        group: of the ranks.
+        in_vain: as in `Backend.wait`.
+    """
 
     holds_up_host = True
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def __init__(self, group: dist.ProcessGroup, in_vain: Callable[[], bool]) -> None:
+        super().__init__(group)
+        self._in_vain = in_vain
+
+    def wait(self, work: Work) -> None:
         """Wait in slices; with several sums under way one of ten is not woken when a peer's connection closes."""
         while True:
             try:
@@ -49,14 +58,19 @@ class GlooBackend(TorchBackend):
                 if work.is_completed():  # perhaps after the slice ran out, so it may not have failed
                     work.wait()  # returns at once, or raises what ended it
                     return
-                if in_vain():
+                if self._in_vain():
                     raise
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        """Give the group up; after a failure keep it until its sums have ended."""
-        if failed:
-            keep_while_busy(self._group, under_way)
-        super().leave(under_way, failed=failed)
+    def leave(self, unfinished: Collection[Work]) -> None:
+        """Give the group up; keep it, even at exit, if a sum that was cut off does not end soon."""
+        deadline = time.monotonic() + _END_S
+        while not _ended(unfinished):
+            if time.monotonic() > deadline:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # the list alone would release it at exit
+                _kept.append((self._group, unfinished))
+                break
+            time.sleep(_LOOK_S)
+        super().leave(unfinished)
 
 
 def open_sockets() -> dict[int, str]:
@@ -124,17 +138,6 @@ def _port(one: socket.socket) -> int | None:
     """The port of this end; None for a socket without ports."""
     name = one.getsockname()
     return name[1] if isinstance(name, tuple) and one.family in (socket.AF_INET, socket.AF_INET6) else None
-
-
-def keep_while_busy(group: dist.ProcessGroup, sums: Collection[Work]) -> None:
-    """Keep a failed group from being destroyed, even at exit, if one of its sums does not end soon."""
-    deadline = time.monotonic() + _END_S
-    while not _ended(sums):
-        if time.monotonic() > deadline:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the list alone would release it at exit
-            _kept.append((group, sums))
-            return
-        time.sleep(_LOOK_S)
 
 
 def free_kept() -> None:

@@ -75,10 +75,13 @@ def join_world(
         raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
-    exchange = _exchange_of(exchange)
-    place = read_rank_env(dict(os.environ))
-    follow_launcher(os.environ)
-    place = replace(place, shares_gpu=share_gpus or _sharing.get())
+    if exchange == "auto":
+        exchange = os.environ.get(_EXCHANGE) or exchange
+    if exchange not in EXCHANGES:
+        every = ", ".join(map(repr, EXCHANGES))
+        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
+    place = replace(read_rank_env(os.environ), shares_gpu=share_gpus or _sharing.get())
+    follow_launcher()
     chosen = _device_of(place, device, timeout_s)
     accelerator_of(chosen).activate()
     if keep_memory:
@@ -86,14 +89,6 @@ def join_world(
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
     _leave_at_exit(world)
     return world
-
-
-def _exchange_of(wish: str) -> str:
-    exchange = os.environ.get(_EXCHANGE) or wish if wish == "auto" else wish
-    if exchange not in EXCHANGES:
-        every = ", ".join(map(repr, EXCHANGES))
-        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
-    return exchange
 
 
 @contextmanager
@@ -159,6 +154,6 @@ def leave_open_worlds(error: BaseException | None) -> None:
         error: by which the task ended.
     """
     for world in reversed(_open[:]):
-        world.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+        world.__exit__(None, error, None)
     if isinstance(sys.excepthook, LineHook):  # the pool has caught the error
         sys.excepthook = sys.excepthook.usual

@@ -1,38 +1,64 @@
-"""Launching ranks from Python: a pool of worker processes, their results, and the culprit if one fails."""
+"""Launching ranks from Python: a pool of worker processes, their results, and the culprit if one fails.
+
+A worker stands here from both sides: as its parent sees it, and the process that runs its parent's tasks, and dies with
+its parent.
+"""
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import importlib.util
+import io
+import multiprocessing
 import os
 import pickle
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ddp_loop.distributed.cells import LaunchedCells, shows_ranks
-from ddp_loop.distributed.processes import LineHook, set_line
-from ddp_loop.distributed.worker import (
-    Answer,
-    Failure,
-    FailurePriority,
-    Task,
-    Worker,
-    has_cloudpickle,
-    main_is_interactive,
-    pack,
-    wait_for_any,
+import torch
+import torch.distributed as dist
+
+from ddp_loop.distributed.cells import CELL, LaunchedCells, cell_sockets, shows_ranks
+from ddp_loop.distributed.failures import PeerFailed, Stopped
+from ddp_loop.distributed.gloo import keeps_a_group
+from ddp_loop.distributed.join import leave_open_worlds
+from ddp_loop.distributed.process_group import forget_failed_starts
+from ddp_loop.distributed.processes import LineHook, children_except, end_daemons, end_with_parent, set_line
+from ddp_loop.elastic import (
+    GRACE_S,
+    LOOPBACK,
+    PEER_FAILED_EXIT,
+    flush_output,
+    host_store,
+    is_stopped,
+    lacked_memory,
+    loopback_variables,
+    oom_kills,
 )
-from ddp_loop.elastic import GRACE_S, LOOPBACK, host_store, loopback_variables
 
 Result = TypeVar("Result")
 
 _STOP_S = 30.0  # for a checkpoint after Ctrl-C, as torchrun allows
+_PARENT_CHECK_S = 1.0
+_START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer
+_END_S = 10.0  # for exit functions that tasks registered; without any a worker ends in milliseconds
+_LOOK_S = 0.5  # a dead worker's pipes stay open while a process that it forked lives, so it is polled too
+_STACK_S = 1.0
+_STACK_SILENCE_S = 0.1
 
 
 class RankFailed(RuntimeError):
@@ -84,9 +110,8 @@ def launch(
         RuntimeError: the processes could not be started.
         TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is below 1.
     """
-    call = _pack_call(function, arguments, keywords)
     with Pool(ranks) as pool:
-        return pool._run(call, ranks, timeout_s)
+        return pool.run(function, ranks, *arguments, timeout_s=timeout_s, **keywords)
 
 
 class Pool:
@@ -148,25 +173,7 @@ class Pool:
             RuntimeError: the workers could not be started.
             TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is not 1 .. size.
         """
-        return self._run(_pack_call(function, arguments, keywords), ranks, timeout_s)
-
-    def close(self) -> None:
-        """End the workers. The pool cannot be used again."""
-        self._closed = True
-        for worker in self._workers.values():
-            worker.ask_to_end()
-        self._end(self._workers)
-        atexit.unregister(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _run(self, call: bytes, ranks: int, timeout_s: float | None) -> list[Any]:
+        call = pack_call(function, arguments, keywords)
         if not 1 <= ranks <= self.size:
             raise ValueError(f"A task runs on 1 .. {self.size} ranks of this pool. Got {ranks}. Create a larger Pool.")
         if timeout_s is not None and timeout_s <= 0:
@@ -189,9 +196,23 @@ class Pool:
                 cells.end()
         return _results(answers)
 
+    def close(self) -> None:
+        """End the workers. The pool cannot be used again."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.ask_to_end()
+        self._end(self._workers)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def _start(self, ranks: int) -> None:
         """Start those of the first `ranks` workers that are missing, and wait until all are ready."""
-        gone = [rank for rank, worker in self._workers.items() if not worker.usable]
+        gone = [rank for rank, worker in self._workers.items() if worker.spent or not worker.alive]
         self._end(gone)
         try:
             for rank in range(ranks):
@@ -290,12 +311,12 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     )
 
 
-def check_call(function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    """Raise TypeError if new processes cannot get a function and its keywords."""
-    _pack_call(function, (), dict(keywords))
+def pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bytes:
+    """A call for new processes.
 
-
-def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+    Raises:
+        TypeError: they cannot get the function and its arguments.
+    """
     if not callable(function):
         raise TypeError(f"The first argument must be the function to call on each rank. Got {function!r}.")
     remedy = "Import it from a module, or run: pip install 'ddp_loop[notebook]'."
@@ -361,3 +382,355 @@ def _cause(failure: Failure) -> BaseException | None:
     except Exception:
         return None  # the message contains its text
     return exception if isinstance(exception, BaseException) else None
+
+
+class FailurePriority(IntEnum):
+    """Which of several failed ranks is the culprit: the one with the smallest value."""
+
+    DIED = 0
+    RAISED = 1
+    STUCK = 2
+    STUCK_IN_COLLECTIVE = 3  # waits for another rank
+    PEER_FAILED = 4  # raised because another rank failed
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call, and its environment: the parent's at the time of the call, plus the rank's variables.
+
+    `has_cell` is whether the parent shows in a notebook what the rank shows.
+    """
+
+    call: bytes
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+    has_cell: bool = False
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's pickled result. The process ends after a `last` answer."""
+
+    result: bytes
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed: `headline` completes "rank 1 ...", `trace` is a traceback or a stack.
+
+    `names` is the rank whose failure made it fail.
+    """
+
+    blame: FailurePriority
+    headline: str
+    trace: str = ""
+    exception: bytes | None = None
+    last: bool = False
+    names: int | None = None
+
+
+Answer = Returned | Failure
+
+
+def main_is_interactive() -> bool:
+    """Whether `__main__` is a notebook or a prompt, which a new process cannot import."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
+
+
+def pack(value: object) -> bytes:
+    """Pickle a value, by cloudpickle where pickle cannot and cloudpickle is installed.
+
+    Plain pickle comes first: it stores the names of a script's functions and classes, whereas cloudpickle copies them
+    with all the globals they read.
+
+    Raises:
+        Exception: whatever the pickling of the value raises.
+    """
+    if not main_is_interactive():
+        try:
+            return pickle.dumps(value)
+        except Exception:
+            if not has_cloudpickle():
+                raise
+    elif not has_cloudpickle():
+        return pickle.dumps(value)
+    packed: bytes = importlib.import_module("cloudpickle").dumps(value)
+    return packed
+
+
+def has_cloudpickle() -> bool:
+    """Whether functions defined in a notebook can be pickled."""
+    return importlib.util.find_spec("cloudpickle") is not None
+
+
+class Worker:
+    """A worker process, as its parent sees it."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")  # threads of torch and gloo do not survive a fork
+        self._tasks, tasks = spawn.Pipe()
+        self._stacks, stacks = spawn.Pipe(duplex=False)
+        self.shown, cells = cell_sockets()
+        self.ready = self.working = self.spent = False
+        self._oom_kills: int | None = None  # when it got its task
+        main_thread = threading.current_thread() is threading.main_thread()
+        self._process: SpawnProcess = spawn.Process(
+            target=serve, args=(tasks, stacks, cells, os.getpid(), main_thread), name="ddp_loop rank"
+        )
+        self._process.start()
+        self.process_id = self._process.pid or 0
+        tasks.close()
+        stacks.close()
+        cells.close()
+
+    @property
+    def alive(self) -> bool:
+        try:
+            return self._process.is_alive()
+        except ValueError:  # another thread has just closed it
+            return False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP, and answers nothing."""
+        return self.alive and is_stopped(self.process_id)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not self.ready:
+            wait_for_any([self], deadline - time.monotonic())
+            word = self._receive()
+            self.ready = isinstance(word, Returned)
+            if isinstance(word, Failure):
+                raise RuntimeError(
+                    f"A worker process {word.headline} before it was ready. Its own message is above. "
+                    "New processes import the main script, so put the code that starts them under "
+                    '`if __name__ == "__main__":`.'
+                )
+            if not self.ready and time.monotonic() > deadline:
+                raise RuntimeError(f"A worker process was not ready within {_START_S:g} s. Check the machine's load.")
+
+    def send(self, task: Task) -> None:
+        self.working = True
+        self._oom_kills = oom_kills()
+        with suppress(OSError):  # it has just died, which the answer reports
+            self._tasks.send(task)
+
+    def answer(self) -> Answer | None:
+        """The outcome of the task; None while it runs."""
+        word: Answer | None = self._receive()
+        if word is not None:
+            self.working = False
+            self.spent = word.last
+        return word
+
+    def _receive(self) -> Any:
+        alive = self.alive  # read before the pipe: a worker may answer and then die
+        try:
+            if self._tasks.poll():
+                return self._tasks.recv()
+        except (EOFError, OSError):
+            self._process.join(_STACK_S)
+            alive = False
+        if alive:
+            return None
+        if self._process.exitcode == PEER_FAILED_EXIT:
+            return Failure(
+                FailurePriority.PEER_FAILED, "was ended because another rank failed and it could not be interrupted"
+            )
+        return Failure(FailurePriority.DIED, _cause_of_death(self._process.exitcode, self._oom_kills))
+
+    def stuck(self, headline: str) -> Failure:
+        """The failure of a worker that does not return, with its stack."""
+        if self.is_stopped:
+            why = f"was stopped, as by SIGSTOP: it {headline}"
+            return Failure(FailurePriority.STUCK, why, "(No stack. The process is stopped.)\n")
+        self.send_signal(signal.SIGUSR1)
+        stack = b""
+        timeout_s = _STACK_S
+        while self._stacks.poll(timeout_s):
+            chunk = os.read(self._stacks.fileno(), 1 << 16)
+            if not chunk:
+                break
+            stack = stack + chunk
+            timeout_s = _STACK_SILENCE_S
+        text = stack.decode(errors="replace")
+        blame = FailurePriority.STUCK_IN_COLLECTIVE if "torch/distributed" in text else FailurePriority.STUCK
+        return Failure(blame, headline, text or "(No stack. The process is stuck in the kernel.)\n")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.alive:  # reaps it if it died, so the id cannot be that of another process
+            os.kill(self.process_id, number)
+
+    def ask_to_end(self) -> None:
+        if self.ready and not self.working and self.alive:
+            with suppress(OSError):
+                self._tasks.send(None)
+
+    def end(self) -> None:
+        if self.ready and not self.working:
+            self._process.join(_END_S)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._tasks.close()
+        self._stacks.close()
+        self.shown.close()
+
+
+def wait_for_any(workers: Iterable[Worker], timeout_s: float) -> None:
+    """Wait until one of the workers may have answered or died, for `timeout_s` or less."""
+    sources = [source for worker in workers for source in (worker._tasks, worker._process.sentinel, worker.shown)]
+    wait(sources, min(max(timeout_s, 0.0), _LOOK_S))
+
+
+def _cause_of_death(exit_code: int | None, oom_kills_before: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"died with exit code {exit_code}"
+    known = {number.value: number.name for number in signal.Signals}
+    died = f"died by signal {-exit_code} ({known.get(-exit_code, 'unnamed')})"
+    return f"{died}, for lack of memory" if exit_code == -signal.SIGKILL and lacked_memory(oom_kills_before) else died
+
+
+def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: int, main_thread: bool) -> None:
+    """Run tasks until None arrives or the parent closes or dies. This is the target of a worker process.
+
+    Args:
+        tasks: receives each `Task`, then None; sends a `Returned` when it is ready, then an `Answer` for each task.
+        stacks: SIGUSR1 writes the Python stacks of all threads to it, even of a stuck process.
+        cells: sends what tasks show in a notebook.
+        parent: the process id of the parent.
+        main_thread: whether the parent's main thread started this process.
+    """
+    _end_with(parent, main_thread)
+    os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which passes it on once to the working ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A spawned process spawns a DataLoader's workers too: an epoch would start in 3.3 s instead of 0.06 s.
+    multiprocessing.set_start_method(None, force=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
+    _print_whole_lines()
+    threads = torch.get_num_threads()
+    tasks.send(Returned(b""))  # torch is imported
+    with suppress(EOFError, ConnectionError):
+        while (task := tasks.recv()) is not None:
+            answer = _run(task, threads, cells)
+            tasks.send(answer)
+            if answer.last:
+                break
+    # Exit functions run, but the interpreter is not finalized, which takes 0.4 s with torch.
+    atexit._run_exitfuncs()
+    flush_output()
+    os._exit(0)
+
+
+def _print_whole_lines() -> None:
+    # Under PYTHONUNBUFFERED print writes its arguments one by one, and those of several ranks would mix.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _end_with(parent: int, main_thread: bool) -> None:
+    # The kernel sends its signal when the parent's *thread* that started this process dies, so it is used for the main
+    # thread only. Otherwise a thread of this process watches.
+    if not (main_thread and end_with_parent()):
+        threading.Thread(target=_watch, args=(parent,), name="ddp_loop-parent-watch", daemon=True).start()
+    if os.getppid() != parent:  # it died before this function ran
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    pipe = multiprocessing.parent_process()
+    # Another child that the parent forked may hold the pipe open, so the parent's id is checked too.
+    while os.getppid() == parent and not wait([pipe.sentinel] if pipe else [], _PARENT_CHECK_S):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _surround(task: Task, threads: int, cells: socket.socket) -> None:
+    """Set the environment of the task, whatever an earlier one left."""
+    for name in os.environ.keys() - task.environment.keys():
+        del os.environ[name]
+    os.environ.update(task.environment)
+    if task.has_cell:
+        os.environ[CELL] = f"{os.getpid()}:{cells.fileno()}"
+    sys.path[:] = task.path
+    os.chdir(task.folder)
+    # torch reads OMP_NUM_THREADS only at import, and a worker runs many tasks.
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) else threads)
+
+
+def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
+    answer: Answer
+    children = children_except(set())
+    try:
+        _surround(task, threads, cells)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        function, arguments, keywords = pickle.loads(task.call)
+        result = None
+        try:
+            result = function(*arguments, **keywords)
+        except SystemExit as ending:  # without an error it has no result
+            if not isinstance(ending, Stopped) and ending.code not in (None, 0):
+                raise
+        leave_open_worlds(None)
+        answer = _returned(result)
+        _leave_group(failed=False)
+    except BaseException as error:
+        # SystemExit with an error and KeyboardInterrupt too: no task may end a worker of the pool.
+        with suppress(Exception):  # what ended the task counts
+            leave_open_worlds(error)
+        _leave_group(failed=True)
+        answer = _raised(error)
+        with suppress(Exception):  # torch's handler of SIGCHLD raises for a worker that was killed
+            end_daemons(children_except(children))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        flush_output()
+    return replace(answer, last=keeps_a_group())
+
+
+def _returned(result: Any) -> Returned:
+    try:
+        return Returned(pack(result))
+    except Exception as error:
+        raise TypeError(
+            f"The result of a rank is pickled. This {type(result).__qualname__} cannot be pickled ({error}). "
+            "Return numbers, tensors, or containers of them."
+        ) from error
+
+
+def _raised(error: BaseException) -> Failure:
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # the frames of this module do not help the user
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    summary = traceback.format_exception_only(error)[0].rstrip()
+    exception = None
+    with suppress(Exception):
+        exception = pack(error)
+    names = error.rank if isinstance(error, PeerFailed) else None
+    # gloo raises a plain RuntimeError: "Connection closed by peer" or "Connection reset by peer".
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    another_failed = isinstance(error, PeerFailed) or is_of_gloo
+    blame = FailurePriority.PEER_FAILED if another_failed else FailurePriority.RAISED
+    return Failure(blame, f"raised {summary}", text, exception, names=names)
+
+
+def _leave_group(*, failed: bool) -> None:
+    """Leave a process group that the function did not leave, so that no peer waits and the next task can join.
+
+    Destroying a gloo group closes its connections only with the last reference, and a failure's traceback holds some;
+    `abort` closes them at once.
+    """
+    forget_failed_starts()
+    if not dist.is_initialized():
+        return
+    with suppress(Exception):  # the function has ended, so errors of its group do not matter
+        if failed:
+            dist.distributed_c10d._get_default_group().abort()
+        dist.destroy_process_group()

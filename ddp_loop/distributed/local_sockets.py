@@ -267,18 +267,14 @@ class LocalPeers:
         if size < _FORM.size:
             for number in descriptors:
                 os.close(number)
-            self._forget(rank)
+            if rank not in self.gone:
+                self.gone.add(rank)
+                with suppress(KeyError, ValueError):
+                    self._poll.unregister(one.fileno())
             return None
         fields = _FORM.unpack_from(self._buffer)
         header = Header._make((*fields[:-WORDS], fields[-WORDS:]))
         return header, bytes(self._buffer[_FORM.size : size]), descriptors
-
-    def _forget(self, rank: int) -> None:
-        """Note that a connection has ended."""
-        if rank not in self.gone:
-            self.gone.add(rank)
-            with suppress(KeyError, ValueError):
-                self._poll.unregister(self._sockets[rank].fileno())
 
     def close(self) -> None:
         """End all connections."""

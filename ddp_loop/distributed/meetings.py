@@ -30,7 +30,7 @@ from ddp_loop.distributed.local_sockets import TEXT_BYTES, Header, LocalPeers
 from ddp_loop.distributed.shared_memory import Segment, aligned
 
 ARRIVED, MAPPED, REDUCED, COPIED, _DONE, _ASK, _PLACE = range(7)  # stages, and other messages
-NUMBERS, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds
+NOTHING, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds; the first one is a barrier
 ARENA_BYTES = 2 * 2**20
 PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operation
 _PLACE_S = 1.0  # for the places of ranks that have come to the operation, or to another one
@@ -40,7 +40,7 @@ _VIEWS = 4096
 _SPIN_S = 100e-6  # where each rank has a core
 _NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
-Then = Callable[["Meeting", Callable[[], bool]], None]
+Then = Callable[["Meeting"], None]
 
 
 @lru_cache(maxsize=1024)
@@ -52,23 +52,21 @@ class Meeting:
     """An operation under way: its ranks' headers of one stage.
 
     Attributes:
-        sequence, stage, what: of the operation.
-        headers: of the other ranks, by rank, once all have come.
+        header: of this rank.
+        what: the operation, in words.
+        then: the rest of the operation; None without one, and once it is done.
+        headers: of all ranks, in rank order, once all have come.
+        is_over: whether all is done.
     """
 
-    __slots__ = ("_then", "header", "headers", "is_over", "stage", "what")
+    __slots__ = ("header", "headers", "is_over", "then", "what")
 
     def __init__(self, header: Header, what: str, then: Then | None = None) -> None:
         self.header = header
-        self.stage = header.stage
         self.what = what
-        self._then = then
-        self.headers: dict[int, Header] = {}
+        self.then = then
+        self.headers: list[Header] = []
         self.is_over = False
-
-    @property
-    def sequence(self) -> int:
-        return self.header.sequence
 
     def is_completed(self) -> bool:
         return self.is_over
@@ -76,22 +74,6 @@ class Meeting:
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Raise: its backend is needed for the wait, and was left."""
         raise RuntimeError("The world of this operation was left.")
-
-    def rows(self) -> list[tuple[int, ...]]:
-        """The numbers of all ranks, in rank order."""
-        own = self.header
-        size = len(self.headers) + 1
-        count = own.length
-        found = {**self.headers, next(rank for rank in range(size) if rank not in self.headers): own}
-        return [found[rank].words[:count] for rank in range(size)]
-
-    def complete(self, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
-        """Store the headers, and do the rest of the operation; again if Ctrl-C interrupted that before."""
-        self.headers = headers
-        if self._then is not None:
-            self._then(self, in_vain)
-        self._then = None
-        self.is_over = True
 
 
 class Inbox:
@@ -137,7 +119,7 @@ class Meetings:
         arenas: of all ranks of the machine, in rank order.
         first: the machine's first rank; messages count over all machines.
         where: where this rank is.
-        in_vain: whether a rank failed or takes too long; called every LOOK_S seconds where `start_...` must wait.
+        in_vain: as in `Backend.wait`.
     """
 
     def __init__(
@@ -154,7 +136,7 @@ class Meetings:
         self._peers = peers
         self._arenas = [one.bytes for one in arenas]
         self._where = where
-        self.in_vain = in_vain
+        self._in_vain = in_vain
         self.others = [other for other in range(len(arenas)) if other != rank]
         self._sequence = 0
         self._open: dict[int, Meeting] = {}  # operations whose values in arenas this rank may still read
@@ -198,13 +180,20 @@ class Meetings:
         offset = self._put(values) if values else 0
         completed = self._completed
         self._sequence = self._sequence + 1
-        digest = _digest(what, dtype, layout)
         where = self._where()
-        number = self._sequence
-        files = len(descriptors)
-        at = _NUMBER_OF.get(where.stage, 0)
-        step = where.step
-        header = Header(ARRIVED, kind, files, digest, number, length, offset, completed, at, step, words)
+        header = Header(
+            ARRIVED,
+            kind,
+            segments=len(descriptors),
+            digest=_digest(what, dtype, layout),
+            sequence=self._sequence,
+            length=length,
+            offset=offset,
+            done=completed,
+            at=_NUMBER_OF.get(where.stage, 0),
+            step=where.step,
+            words=words,
+        )
         meeting = Meeting(header, what, then)
         if reads:
             self._open[self._sequence] = meeting
@@ -217,11 +206,11 @@ class Meetings:
         self._send(header, self.others)
         return Meeting(header, meeting.what)
 
-    def finish(self, work: Meeting, in_vain: Callable[[], bool]) -> None:
-        """Wait until the headers of all ranks have come, and complete the operation."""
+    def finish(self, work: Meeting) -> Meeting:
+        """Wait until the headers of all ranks have come, complete the operation, and return it."""
         if work.is_over:
-            return
-        key = work.header.sequence, work.stage
+            return work
+        key = work.header.sequence, work.header.stage
         self._drain(self.others)
         self._spin(key)
 
@@ -232,13 +221,14 @@ class Meetings:
                 self._check_started(work, headers)
             return late
 
-        self._await(missing, in_vain, f"not every rank came to {work.what}")
+        self._await(missing, f"not every rank came to {work.what}")
         if not work.is_over:  # another rank may have asked for it
-            self._complete(work, self._inbox.headers.get(key, {}), in_vain)
+            self._complete(work, self._inbox.headers.get(key, {}))
         if self._inbox.asked:
             self._answer()
+        return work
 
-    def _await(self, missing: Callable[[], list[int]], in_vain: Callable[[], bool], why: str) -> None:
+    def _await(self, missing: Callable[[], list[int]], why: str) -> None:
         """Read messages until no rank is missing.
 
         Raises:
@@ -254,7 +244,7 @@ class Meetings:
             self._drain(ready := self._peers.wait(LOOK_S))
             if not ready or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                if in_vain():
+                if self._in_vain():
                     self._drain(self.others)  # a rank that failed sent its part first, if it came so far
                     if missing():
                         raise RuntimeError(why)
@@ -266,16 +256,16 @@ class Meetings:
             os.sched_yield()
             self._drain(self.others)
 
-    def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
+    def _complete(self, work: Meeting, headers: dict[int, Header]) -> None:
         self._check(work, headers)
-        work.complete(headers, in_vain)
-        self._inbox.headers.pop((work.sequence, work.stage), None)
-        self._open.pop(work.sequence, None)
-
-    def finish_now(self, work: Meeting) -> Meeting:
-        """Wait inside of another operation's start; returns the meeting."""
-        self.finish(work, self.in_vain)
-        return work
+        own = work.header
+        work.headers = [headers.get(rank, own) for rank in range(self.size)]
+        if work.then is not None:
+            work.then(work)  # again if Ctrl-C interrupted it before
+        work.then = None
+        work.is_over = True
+        self._inbox.headers.pop((own.sequence, own.stage), None)
+        self._open.pop(own.sequence, None)
 
     def _answer(self) -> None:
         """Complete the operations that other ranks requested, if their headers have come, and reply."""
@@ -283,7 +273,7 @@ class Meetings:
             for number in [number for number in self._open if number <= sequence]:
                 headers = self._inbox.headers.get((number, ARRIVED), {})
                 if number in self._open and len(headers) == len(self.others):
-                    self._complete(self._open[number], headers, self.in_vain)  # it only reads what is there
+                    self._complete(self._open[number], headers)  # it only reads what is there
             if rank in self._inbox.asked and self._completed >= sequence:
                 del self._inbox.asked[rank]
                 self._send(Header(_DONE, done=self._completed), [rank])
@@ -296,7 +286,7 @@ class Meetings:
     def _check_started(self, work: Meeting, headers: dict[int, Header]) -> None:
         """Check an operation, and those before it that are not completed here."""
         for sequence, meeting in self._open.items():
-            if sequence < work.sequence:
+            if sequence < work.header.sequence:
                 self._check(meeting, self._inbox.headers.get((sequence, ARRIVED), {}))
         self._check(work, headers)
 
@@ -335,7 +325,7 @@ class Meetings:
                 time.sleep(_ROOM_S)
                 if (now := time.monotonic()) - looked > LOOK_S:
                     looked = now
-                    if self.in_vain():
+                    if self._in_vain():
                         raise RuntimeError(f"rank {self._first + to[0]} reads no messages")
 
     def _drain(self, ranks: Collection[int]) -> None:
@@ -348,18 +338,13 @@ class Meetings:
 
     def attached(self, meeting: Meeting, rank: int) -> list[int]:
         """The descriptors that a rank sent with an operation; the caller closes them."""
-        return self._inbox.attached.pop((meeting.sequence, rank), [])
+        return self._inbox.attached.pop((meeting.header.sequence, rank), [])
 
     # -- the arena -----------------------------------------------------------------------------------------
 
     def values_of(self, meeting: Meeting, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """What a rank put into its arena for an operation, (count,)."""
-        header = meeting.header if rank == self.rank else meeting.headers[rank]
-        return self._view(rank, header.offset, dtype, count)
-
-    def values_of_all(self, meeting: Meeting, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """What all ranks put into their arenas for an operation, in rank order, (count,) each."""
-        return [self.values_of(meeting, rank, dtype, count) for rank in range(self.size)]
+        return self._view(rank, meeting.headers[rank].offset, dtype, count)
 
     def _view(self, rank: int, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         key = rank, offset, dtype, count
@@ -397,7 +382,7 @@ class Meetings:
     def _await_completed(self, sequence: int) -> None:
         """Wait until all ranks have completed an operation, with those before it."""
         for meeting in [meeting for number, meeting in self._open.items() if number <= sequence]:
-            self.finish_now(meeting)
+            self.finish(meeting)
 
         def late() -> list[int]:
             return [rank for rank in self.others if self._inbox.done[rank] < sequence]
@@ -405,11 +390,11 @@ class Meetings:
         self._drain(late())
         if asked := late():
             self._send(Header(_ASK, sequence=sequence), asked)
-            self._await(late, self.in_vain, "not every rank completed its operations")
+            self._await(late, "not every rank completed its operations")
 
     # -- leaving -------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
+    def cut_off(self) -> None:
         """Close the connections; the memory is freed with the last tensor in it."""
         self._peers.close()
         for number in [number for numbers in self._inbox.attached.values() for number in numbers]:

@@ -1,54 +1,75 @@
 """The exchange in memory, for ranks of one machine that compute on the CPU: a backend.
 
 Small operations take one meeting. Large tensors go in parts, one after another; those of buckets lie in shared memory
-anyway (`memory_sum`).
+anyway.
+
+[Note: In place] The row of a large bucket lies in a segment of its rank, which all ranks have mapped. Gradients are
+written there once. When all have arrived, each rank adds up one slice of all rows and writes the sum into its own row.
+When all have done so, each copies the other slices into its own row, where `.grad` already points. The script may
+change that row only after all ranks have copied (`start_settling`).
+
+A small bucket goes through the arena instead: every rank adds up all of it, after one meeting.
+
+If a rank has no memory for a segment, all ranks use the arena instead, part by part.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from contextlib import suppress
 
 import torch
 
-from ddp_loop.distributed.backend import Numbers, PieceOrder, Work
-from ddp_loop.distributed.meetings import BROADCAST, COPIED, GATHER, NUMBERS, PART_BYTES, SUM, Meeting, Meetings, Then
-from ddp_loop.distributed.memory_sum import MemoryFlatSum
+from ddp_loop.distributed.backend import STEP, PieceOrder, Work
+from ddp_loop.distributed.meetings import (
+    BROADCAST,
+    COPIED,
+    FLAT,
+    GATHER,
+    MAPPED,
+    PART_BYTES,
+    REDUCED,
+    SUM,
+    Meeting,
+    Meetings,
+)
 from ddp_loop.distributed.piece_sums import add_pieces
+from ddp_loop.distributed.shared_memory import Segment, aligned
+
+SMALL_BYTES = 256 * 2**10  # of a row: up to here one meeting is faster than two
+_BLOCK_BYTES = 256 * 2**10  # of a slice: it stays in the cache while pieces are added to it
+_SLICE_BYTES = 64  # slices begin at cache lines
 
 
 class MemoryBackend(Meetings):
     """Collectives between the ranks of one machine."""
 
-    # -- operations ----------------------------------------------------------------------------------------
-
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        meeting = self.meet(NUMBERS, len(numbers), what, words=tuple(numbers))
-        return meeting, meeting.rows
-
     def start_sum(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)
-        return self._start(SUM, flat, what, partial(self._add, flat), lambda part: self.start_sum(flat[part], what))
+        one_by_one = (0, *(1,) * (self.size - 1))
+
+        def add(values: list[torch.Tensor], part: slice) -> None:
+            add_pieces(values, one_by_one, (), flat[part])
+
+        return self._start(SUM, flat, what, add)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Meeting:
-        return self._gather(whole.view(self.size, -1), part, what)
+        rows = whole.view(self.size, -1)
 
-    def _gather(self, rows: torch.Tensor, own: torch.Tensor, what: str) -> Meeting:
-        return self._start(
-            GATHER, own, what, partial(self._fill, rows), lambda part: self._gather(rows[:, part], own[part], what)
-        )
+        def fill(values: list[torch.Tensor], part: slice) -> None:
+            torch.stack(values, out=rows[:, part])
+
+        return self._start(GATHER, part, what, fill)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)
-        return self._start(
-            BROADCAST,
-            flat,
-            what,
-            partial(self._take, flat),
-            lambda part: self.start_broadcast(flat[part], what),
-            sends=self.rank == 0,
-        )
+
+        def take(values: list[torch.Tensor], part: slice) -> None:
+            if self.rank != 0:
+                flat[part].copy_(values[0])
+
+        return self._start(BROADCAST, flat, what, take, sends=self.rank == 0)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> MemoryFlatSum:
         return MemoryFlatSum(self, order, length, dtype)
@@ -64,51 +85,204 @@ class MemoryBackend(Meetings):
         kind: int,
         own: torch.Tensor,
         what: str,
-        then: Then,
-        start_part: Callable[[slice], Meeting],
+        use: Callable[[list[torch.Tensor], slice], None],
         *,
         sends: bool = True,
     ) -> Meeting:
-        """Start an operation on all elements of `own`, (K,), in parts where they do not fit into the arena at once."""
-        if own.nbytes > PART_BYTES:
-            return self.meet(kind, own.nbytes, what, own.dtype, then=self._in_parts(own, start_part))
-        return self.meet(kind, own.nbytes, what, own.dtype, [own] if sends else [], then=then, reads=True)
+        """Start an operation on all elements of `own`, (K,), in parts where they do not fit into the arena at once.
 
-    def _in_parts(self, tensor: torch.Tensor, start: Callable[[slice], Meeting]) -> Then:
-        """Do an operation on all elements of `tensor`, (K,), in parts, one after another."""
-        step = PART_BYTES // tensor.itemsize
-        left = deque(range(0, len(tensor), step))
+        `use` gets what each rank sent of a part, and the part.
+        """
+
+        def start(part: slice) -> Meeting:
+            sent = own[part]
+
+            def read(meeting: Meeting) -> None:
+                use([self.values_of(meeting, rank, sent.dtype, len(sent)) for rank in range(self.size)], part)
+
+            return self.meet(kind, sent.nbytes, what, own.dtype, [sent] if sends else [], then=read, reads=True)
+
+        if own.nbytes <= PART_BYTES:
+            return start(slice(None))
+        step = PART_BYTES // own.itemsize
+        left = deque(range(0, len(own), step))
         under_way: list[Meeting] = []  # kept, since Ctrl-C may end this wait, and another one begin
 
-        def run(meeting: Meeting, in_vain: Callable[[], bool]) -> None:
+        def run_parts(meeting: Meeting) -> None:
             while left or under_way:
                 if not under_way:
                     under_way.append(start(slice(left[0], left[0] + step)))
                     left.popleft()
-                self.finish(under_way[0], in_vain)
+                self.finish(under_way[0])
                 under_way.clear()
 
-        return run
+        return self.meet(kind, own.nbytes, what, own.dtype, then=run_parts)
 
-    def _add(self, flat: torch.Tensor, meeting: Meeting, in_vain: Callable[[], bool]) -> None:
-        if len(flat):
-            pieces = self.values_of_all(meeting, flat.dtype, len(flat))
-            add_pieces(pieces, (0, *(1,) * (self.size - 1)), (), flat)
-
-    def _fill(self, rows: torch.Tensor, meeting: Meeting, in_vain: Callable[[], bool]) -> None:
-        for row, values in zip(rows, self.values_of_all(meeting, rows.dtype, rows.shape[1]), strict=True):
-            row.copy_(values)
-
-    def _take(self, flat: torch.Tensor, meeting: Meeting, in_vain: Callable[[], bool]) -> None:
-        if self.rank != 0:
-            flat.copy_(self.values_of(meeting, 0, flat.dtype, len(flat)))
-
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def wait(self, work: Work) -> None:
         if isinstance(work, Meeting):
-            self.finish(work, in_vain)
+            self.finish(work)
 
-    def cut_off(self) -> None:
-        self.end()
+    def leave(self, unfinished: Collection[Work]) -> None:
+        self.cut_off()
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        self.end()
+
+class MemoryFlatSum:
+    """A flat sum in memory. See [Note: In place].
+
+    Args:
+        meetings: of the ranks.
+        order: of the pieces.
+        length: of a row, in values.
+        dtype: of the values.
+    """
+
+    reduces_early = False
+
+    def __init__(self, meetings: Meetings, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
+        self._meetings = meetings
+        self._order = order
+        self._dtype = dtype
+        self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
+        self._real, self._count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
+        self._size = self._count * self._real.itemsize
+        self._is_small = self._size <= SMALL_BYTES and self._size * max(self._rows) <= PART_BYTES
+        self._own: dict[int, tuple[int, Segment]] = {}  # this rank's, by address: number and memory of a segment
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # by rank and number of its segment: (rows, count)
+        self._sent: list[torch.Tensor] = []
+        self._meeting: Meeting | None = None
+
+    def empty(self) -> torch.Tensor:
+        if not self._is_small:
+            with suppress(OSError):  # then all ranks take the other way
+                rank = self._meetings.rank
+                number = len(self._own) + 1
+                segment = Segment.make(aligned(self._size) * self._rows[rank])
+                self._own[segment.bytes.data_ptr()] = number, segment
+                self._mapped[rank, number] = self._rows_in(segment, self._rows[rank])
+                return segment.bytes[: self._size].view(self._dtype)
+        return torch.empty(self._count, dtype=self._real, device="cpu").view(self._dtype)
+
+    def arrive(self, rows: Sequence[torch.Tensor]) -> Meeting:
+        self._sent = list(rows)
+        if self._is_small:
+            return self._through_arena(slice(None))
+        number, segment = self._own.get(rows[0].data_ptr(), (0, None))
+        descriptors: list[int] = []
+        if segment is not None:
+            for row, place in zip(rows[1:], self._mapped[self._meetings.rank, number][1:], strict=True):
+                place.copy_(row)
+            if segment.descriptor >= 0:
+                descriptors = [segment.descriptor]
+        self._meeting = self._meetings.meet(
+            FLAT, self._size, STEP, self._real, layout=self._order.pieces, words=(number,), descriptors=descriptors
+        )
+        if segment is not None:
+            segment.close()
+        return self._meeting
+
+    def reduce(self) -> Meeting | None:
+        meeting = self._meeting
+        if meeting is None:
+            return None
+        rows = self._rows_of_all(meeting)
+        if rows is None:
+            step = PART_BYTES // max(self._rows) // self._real.itemsize
+            for first in range(0, self._count, step):
+                self._meetings.finish(self._through_arena(slice(first, first + step)))
+            self._meeting = None
+            return None
+        first, end = self._slice(self._meetings.rank)
+        own = self._sent[0]
+        pieces, others = self._in_order(rows)
+        if len(pieces) == 2 and not others:
+            torch.add(pieces[0][first:end], pieces[1][first:end], out=own[first:end])
+        else:
+            self._add_in_blocks(pieces, others, own, first, end)
+        return self._meetings.again(meeting, REDUCED)
+
+    def collect(self) -> None:
+        meeting = self._meeting
+        own = self._sent[0]
+        self._meeting = None
+        self._sent = []
+        if meeting is None:
+            return
+        for rank in self._meetings.others:
+            first, end = self._slice(rank)
+            own[first:end].copy_(self._mapped[rank, meeting.headers[rank].words[0]][0, first:end])
+        self._meetings.unsettled = meeting
+
+    # -- in shared memory ----------------------------------------------------------------------------------
+
+    def _rows_in(self, segment: Segment, rows: int) -> torch.Tensor:
+        """The rows of a segment, (rows, count)."""
+        whole = segment.bytes.view(self._real)
+        return whole.as_strided((rows, self._count), (aligned(self._size) // self._real.itemsize, 1))
+
+    def _rows_of_all(self, meeting: Meeting) -> list[torch.Tensor] | None:
+        """Each rank's rows, in rank order; None where a rank has no segment, or could not map one."""
+        headers = meeting.headers
+        if any(header.segments for header in headers):
+            mapped = [self._map(meeting, other) for other in self._meetings.others]
+            told = self._meetings.finish(self._meetings.again(meeting, MAPPED, (not all(mapped),)))
+            if any(header.words[0] for header in told.headers):
+                self._own.clear()  # from now on
+        if any(header.words[0] == 0 for header in headers) or not self._own:
+            return None
+        return [self._mapped[rank, header.words[0]] for rank, header in enumerate(headers)]
+
+    def _map(self, meeting: Meeting, rank: int) -> bool:
+        """Map the segment that a rank sent, if it did; returns whether that worked."""
+        header = meeting.headers[rank]
+        descriptors = self._meetings.attached(meeting, rank)
+        try:
+            for descriptor in descriptors:
+                segment = Segment(descriptor)
+                segment.close()
+                self._mapped[rank, header.words[0]] = self._rows_in(segment, self._rows[rank])
+        except (OSError, RuntimeError):
+            return False
+        return len(descriptors) == header.segments  # none comes where this process can open no more files
+
+    def _slice(self, rank: int) -> tuple[int, int]:
+        """The first and the end of the values that a rank adds up."""
+        lines = -(-self._size // _SLICE_BYTES)
+        size = self._meetings.size
+        each = _SLICE_BYTES // self._real.itemsize
+        return min(rank * lines // size * each, self._count), min((rank + 1) * lines // size * each, self._count)
+
+    def _in_order(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pieces of all ranks, and the rows of ranks without any, (count,) each."""
+        pieces = [piece for one, count in zip(rows, self._order.pieces, strict=True) for piece in one[:count]]
+        others = [one[0] for one, count in zip(rows, self._order.pieces, strict=True) if not count]
+        return (pieces, others) if pieces else (others[:1], others[1:])
+
+    def _add_in_blocks(
+        self, pieces: list[torch.Tensor], others: list[torch.Tensor], own: torch.Tensor, first: int, end: int
+    ) -> None:
+        step = _BLOCK_BYTES // self._real.itemsize
+        total = own.new_empty(min(step, end - first))
+        for start in range(first, end, step):
+            block = slice(start, min(start + step, end))
+            part = total[: block.stop - start]
+            add_pieces([one[block] for one in pieces], self._order.last_merges, [one[block] for one in others], part)
+            own[block].copy_(part)
+
+    # -- through the arena ---------------------------------------------------------------------------------
+
+    def _through_arena(self, part: slice) -> Meeting:
+        """Add up a part of all rows, in one meeting."""
+        own = [row[part] for row in self._sent]
+        count = len(own[0])
+
+        def add(meeting: Meeting) -> None:
+            rows = [
+                self._meetings.values_of(meeting, rank, self._real, rows * count).view(rows, count)
+                for rank, rows in enumerate(self._rows)
+            ]
+            pieces, others = self._in_order(rows)
+            add_pieces(pieces, self._order.last_merges, others, own[0])
+
+        size = count * self._real.itemsize
+        layout = self._order.pieces
+        return self._meetings.meet(FLAT, size, STEP, self._real, own, layout=layout, then=add, reads=True)

@@ -48,6 +48,9 @@ class ProcessGroups:
         memory: the one in memory among them; None without it.
         why_gloo: why not in memory; empty where nothing prevents it.
         store: the launcher's, with keys of this world alone.
+        connections: by which this rank sees that a peer has ended.
+        count_on_default: returns how many collectives torch's default group made so far: the script's own, and over
+            NCCL the world's as well.
 
     Raises:
         PeerFailed: not all ranks joined.
@@ -69,10 +72,11 @@ class ProcessGroups:
         self._place = place
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._in_vain = in_vain
         self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
         self._made: list[dist.ProcessGroup] = []
-        self.connections: dict[int, str] = {}  # by which this rank sees that a peer has ended
+        self.connections: dict[int, str] = {}
         self.memory: MemoryBackend | None = None
         self.why_gloo = ""
         bound: torch.device | None = None  # the device of a backend of its own
@@ -90,24 +94,19 @@ class ProcessGroups:
         self._require_sums(default, device)
         require_pinned(self.description)
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
-        self._count = _counter(default, device)
+        self.count_on_default = _counter(default, device)
         try:
-            self.backends = self._make_backends(self._meet(exchange, where, in_vain))
+            self.backends = self._make_backends(self._meet(exchange, where))
             self.connections = _new_sockets(self._before)  # NCCL, which closes some of its own at will, has none yet
             if bound is not None:
                 with self._joining():
                     accelerator_of(bound).connect(default, self._timeout)
         except BaseException:
             if self.memory is not None:
-                self.memory.end()
+                self.memory.cut_off()
             if self._owns:
                 dist.destroy_process_group()
             raise
-
-    @property
-    def exchange(self) -> str:
-        """How ranks exchange values of the CPU: "memory" or "gloo"."""
-        return "gloo" if self.memory is None else "memory"
 
     @property
     def description(self) -> str:
@@ -126,7 +125,7 @@ class ProcessGroups:
                 f"MASTER_PORT. The cause: {error}"
             ) from error
 
-    def _meet(self, exchange: str, where: Callable[[], RankStatus], in_vain: Callable[[], bool]) -> list[range]:
+    def _meet(self, exchange: str, where: Callable[[], RankStatus]) -> list[range]:
         """Exchange in memory, if that can be had; returns the ranks of each machine. Every rank must call this."""
         timeout_s = self._timeout.total_seconds()
         machines: list[range] = []
@@ -135,7 +134,7 @@ class ProcessGroups:
                 if not self._owns:
                     _, self._hosts = describe_all(self.store, self._place, self._device, timeout_s)
                 self.memory, machines = meet_in_memory(
-                    self.store, self._place, exchange, timeout_s, where=where, in_vain=in_vain
+                    self.store, self._place, exchange, timeout_s, where=where, in_vain=self._in_vain
                 )
         except NoSharedMemory as no:
             if no.is_needed:
@@ -155,16 +154,16 @@ class ProcessGroups:
             return Backends(host, TorchBackend(default), others)
         if accelerator.is_host or self.memory is None:
             return Backends(host, host, others)
-        return Backends(host, GlooBackend(self._make_group()), others)
+        return Backends(host, GlooBackend(self._make_group(), self._in_vain), others)
 
     def _make_backend(self, machines: list[range]) -> Backend:
         """A backend for what lies on the host."""
         if self.memory is None:
-            return GlooBackend(self._make_group())
+            return GlooBackend(self._make_group(), self._in_vain)
         if len(machines) == 1:
             return self.memory
         starts = [ranks.start for ranks in machines]
-        leaders = GlooBackend(self._make_group(starts)) if self._place.rank in starts else None
+        leaders = GlooBackend(self._make_group(starts), self._in_vain) if self._place.rank in starts else None
         return TwoLevelBackend(self.memory, leaders, machines, self._place.rank)
 
     def rank_store(self, *, aside: bool = False) -> RankStore:
@@ -224,10 +223,6 @@ class ProcessGroups:
         self._made.append(group)
         return group
 
-    def count_on_default(self) -> int:
-        """The collectives on torch's default group so far: the script's own, and over NCCL the world's as well."""
-        return self._count()
-
     def has_lost_a_peer(self) -> bool:
         """Whether a connection has ended, since a rank was killed or has left."""
         return has_closed_one(self.connections)
@@ -242,10 +237,15 @@ class ProcessGroups:
                 dist.distributed_c10d._get_default_group().abort()
 
     def leave(self, under_way: Mapping[Work, Backend], *, failed: bool) -> None:
-        """Give the groups up; as `Backend.leave`, with the backend of each operation."""
+        """Give the groups up.
+
+        Args:
+            under_way: operations that have not ended, each with its backend.
+            failed: whether they were cut off.
+        """
         cut(accepted(self.connections))  # gloo needs up to 10 ms to close an open connection
         for backend in self.backends.each():
-            backend.leave([work for work, its in under_way.items() if its is backend], failed=failed)
+            backend.leave([work for work, its in under_way.items() if failed and its is backend])
         if dist.is_initialized():
             if self._owns:
                 dist.destroy_process_group()
@@ -253,7 +253,7 @@ class ProcessGroups:
                 for group in self._made:
                     dist.destroy_process_group(group)
         self._made.clear()
-        del self.backends, self._count
+        del self.backends, self.count_on_default
 
 
 def _counter(group: dist.ProcessGroup, device: torch.device) -> Callable[[], int]:

@@ -10,13 +10,19 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, cut_text, format_error
-from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, UNSAVED_EXIT, leave_error, show_unless_reported
+from ddp_loop.elastic import (
+    INTERRUPTED_EXIT,
+    PEER_FAILED_EXIT,
+    UNSAVED_EXIT,
+    flush_output,
+    leave_error,
+    show_unless_reported,
+)
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -33,14 +39,14 @@ def end_with_parent() -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
 
 
-def follow_launcher(environment: Mapping[str, str]) -> None:
+def follow_launcher() -> None:
     """End this process when its launcher is killed, and leave errors to a launcher that prints them.
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """
     parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
     # torchrun starts its workers from its main thread.
-    if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
+    if "TORCHELASTIC_RUN_ID" in os.environ and end_with_parent() and os.getppid() != parent:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
     if sys.excepthook is show_unless_reported:
         report_to_launcher.is_alone = True  # type: ignore[attr-defined]
@@ -116,7 +122,7 @@ def end_unsaved(line: str) -> None:
     A rank that another process started through multiprocessing, as `launch` does, prints the line at once.
     """
     if multiprocessing.parent_process() is not None:
-        _say_last(line)
+        flush_output(f"{line}\n")
     else:
         _end_at_exit(UNSAVED_EXIT, line, None)
 
@@ -128,17 +134,10 @@ def _end_at_exit(code: int, line: str, by: BaseException | None) -> None:
         atexit.unregister(end)
         atexit._run_exitfuncs()  # the others, which were registered before
         if getattr(sys, "last_value", None) is by:
-            _say_last(line)
+            flush_output(f"{line}\n")
             os._exit(code)  # an exit function cannot change it
 
     atexit.register(end)
-
-
-def _say_last(line: str) -> None:
-    for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
-        with suppress(AttributeError, OSError, ValueError):  # it is closed, or its reader is gone
-            stream.write(text)
-            stream.flush()
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:

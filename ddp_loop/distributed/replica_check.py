@@ -46,13 +46,16 @@ def kept_by(prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> It
     if not isinstance(value, Optimizer):
         yield from leaves(prefix, value.state_dict() if hasattr(value, "state_dict") else value)
         return
-    for number, group in enumerate(value.param_groups):
-        settings = {name: setting for name, setting in group.items() if name != "params"}
-        yield from leaves(f"{prefix}, group {number}", settings)
+    yield from _group_settings(prefix, value)
     for parameter, kept in value.state.items():
         owner = names.get(parameter, "a parameter")
         for name, leaf in leaves("", kept):
             yield f"{prefix}, {name.removeprefix('.')} of {owner}", leaf
+
+
+def _group_settings(prefix: str, optimizer: Optimizer) -> Iterator[tuple[str, Leaf]]:
+    for number, group in enumerate(optimizer.param_groups):
+        yield from leaves(f"{prefix}, group {number}", {key: one for key, one in group.items() if key != "params"})
 
 
 def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
@@ -107,10 +110,7 @@ def settings_of(state: Mapping[str, object]) -> dict[str, str]:
         name: repr(leaf)
         for prefix, value in state.items()
         if isinstance(value, Optimizer)
-        for number, group in enumerate(value.param_groups)
-        for key, setting in group.items()
-        if key != "params"
-        for name, leaf in leaves(f"{prefix}, group {number}.{key}", setting)
+        for name, leaf in _group_settings(prefix, value)
         if not isinstance(leaf, torch.Tensor)
     }
 
@@ -157,7 +157,7 @@ class _ReplicaDigest:
 
     Attributes:
         where: that moment, in words.
-        names: of the tensors, with dtype and shape.
+        names: of the tensors, each once, with dtype and shape.
         sums: their checksums, (T,) int64.
         settings: the optimizers', by name.
     """
@@ -185,27 +185,22 @@ def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
     numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes, which nearly always are equal
     if taken is None or 0 in numbers or len(set(numbers)) == 1:
         return None
-    own = taken.names, taken.sums.wait().tolist(), dict(taken.settings)
-    names, sums, settings = zip(*world.gather(own), strict=True)
-    names, sums = _without_late_buffers(names, sums)
-    if len(set(map(tuple, names))) > 1:
+    own = dict(zip(taken.names, taken.sums.wait().tolist(), strict=True)), dict(taken.settings)
+    sums, settings = zip(*world.gather(own), strict=True)
+    sums = _without_late_buffers(sums)
+    names = [tuple(each) for each in sums]
+    if len(set(names)) > 1:
         return _describe_names(names)
-    different = describe_difference([torch.tensor(row, device="cpu") for row in sums], names[0])
+    different = describe_difference([torch.tensor([*each.values()], device="cpu") for each in sums], names[0])
     return ", and ".join(filter(None, [_describe_settings(settings), different])) or None
 
 
-def _without_late_buffers(
-    names: Sequence[Sequence[str]], sums: Sequence[Sequence[int]]
-) -> tuple[list[list[str]], list[list[int]]]:
-    """All ranks' tensors without the buffers that some lack: forward makes them, and some ranks had no samples yet."""
-    bare = [{name.partition(" (")[0] for name in each} for each in names]
+def _without_late_buffers(sums: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """All ranks' checksums without buffers that some lack: forward makes them, and some ranks had no samples yet."""
+    bare = [{name.partition(" (")[0] for name in each} for each in sums]
     missing = bare[0].union(*bare) - bare[0].intersection(*bare)
     late = {name for name in missing if name.startswith("buffer ")}
-    kept = [[number for number, name in enumerate(each) if name.partition(" (")[0] not in late] for each in names]
-    return (
-        [[each[number] for number in those] for each, those in zip(names, kept, strict=True)],
-        [[each[number] for number in those] for each, those in zip(sums, kept, strict=True)],
-    )
+    return [{name: one for name, one in each.items() if name.partition(" (")[0] not in late} for each in sums]
 
 
 class _Numbered(Protocol):
@@ -335,12 +330,11 @@ def _tensors_of(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
             is_kept = key not in owner._non_persistent_buffers_set and (type(owner), key) not in world.own_buffers
             if buffer is not None and is_kept:
                 found[f"buffer {prefix}.{key}".replace(" .", " ")] = buffer
-    return {name: one for name, one in found.items() if _has_bits(one)}
-
-
-def _has_bits(tensor: torch.Tensor) -> bool:
-    """Whether its values lie in memory; those of lazy modules and of sparse tensors do not."""
-    return not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta
+    return {
+        name: one
+        for name, one in found.items()
+        if not is_lazy(one) and one.layout == torch.strided and not one.is_meta  # its values lie in memory
+    }
 
 
 def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
@@ -355,12 +349,12 @@ def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
     return said + (f" ({len(differing) - 1} more settings differ)" if len(differing) > 1 else "")
 
 
-def _describe_names(names: Sequence[Sequence[str]]) -> str:
+def _describe_names(names: Sequence[tuple[str, ...]]) -> str:
     """Which ranks have different tensors, and the first tensor that some lack."""
     sets = list(map(set, names))
     everywhere = set.intersection(*sets)
     for name in [name for each in names for name in each]:
         if name not in everywhere:
             having = [rank for rank, one in enumerate(sets) if name in one]
-            return f"{_sides([tuple(each) for each in names])}: {name} is on {_ranks(having)} alone"
-    return f"{_sides([tuple(each) for each in names])} in the order of their tensors"
+            return f"{_sides(names)}: {name} is on {_ranks(having)} alone"
+    return f"{_sides(names)} in the order of their tensors"

@@ -175,8 +175,3 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str
             f"The state must have the same structure on every rank. {name} is {here} on rank {world.rank} and "
             f"{there} on rank {rank} (shape, dtype, strides). Build the same model on all ranks."
         )
-
-
-def make_equal(tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """Give every rank the values of rank 0. Every rank must call this."""
-    world.broadcast_all(list(tensors.values()))

@@ -67,10 +67,6 @@ class Segment:
             raise
         return cls(descriptor)
 
-    def values(self, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
-        """`count` values of a dtype, shape (count,), from `offset` bytes on, a multiple of 64."""
-        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
-
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors use it."""
         descriptor = self.descriptor

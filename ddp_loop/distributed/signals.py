@@ -6,15 +6,24 @@ from a launcher that signals its ranks one after the other, and is ignored. A ne
 
 Python runs handlers only in the main thread, between two instructions, so not while a collective blocks. The C handler
 writes the signal's number to the wakeup descriptor at once.
+
+[Note: In workers] The current step needs a DataLoader's workers until it ends. Ctrl-C reaches all processes of a
+terminal, and torchrun or a cluster sends SIGTERM to a rank and its workers. A worker handles both signals and does
+nothing, until its rank has released it or is gone. It neither ignores nor blocks them: programs that it starts would
+inherit that, but they do not inherit a handler.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from multiprocessing.sharedctypes import RawValue
 from types import FrameType
 from typing import Any, Literal
 
@@ -23,73 +32,39 @@ TERMINATED = "SIGTERM at rank "  # the reason of a stop, before the rank's numbe
 _SAME_S = 0.3  # signals closer together are one: a terminal and a launcher both pass Ctrl-C on
 _ECHO_S = 5.0  # a launcher sends SIGTERM to its ranks one after the other
 _taken: list[Signals] = []  # by this process; a fork must undo them
+_NONE = -1  # no workers are needed
+_needed: list[ctypes.c_long] = []  # all that this process has; in memory that it shares with its workers
 
 
-class StopRequests:
-    """Finds what a signal means from the signals before it. See [Note: Ctrl-C].
+class Signals:
+    """Takes over the signals, says what each means, and restores the former handlers. See [Note: Ctrl-C].
+
+    Args:
+        descriptor: receives each signal's number as a byte; it must not block.
 
     Attributes:
         has_followed: whether the ranks have stopped, and no loop began since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.has_followed = False
         self._followed_at = 0.0
-        self._interrupts: list[float] = []
-
-    def begin(self) -> None:
-        """Begin a loop, and forget requests that were followed."""
-        if self.has_followed:
-            self.has_followed = False
-            self._interrupts = []
-
-    def follow(self) -> None:
-        """Note that all ranks have stopped."""
-        self.has_followed = True
-        self._followed_at = time.monotonic()
-
-    def meaning_of(self, number: int) -> Literal["nothing", "stop", "interrupt", "exit"]:
-        """What to do about a signal of `REQUESTS` that has just arrived."""
-        now = time.monotonic()
-        if number == signal.SIGINT and self._is_same(now):
-            return "nothing"
-        times = len(self._interrupts)
-        if self.has_followed:
-            if now - self._followed_at < _ECHO_S and times < 2:
-                return "nothing"
-            if number != signal.SIGINT:
-                return "exit"  # without waiting for the rest of the script
-            times = max(times, 2)
-        if number != signal.SIGINT or times == 1:
-            return "stop"
-        return "interrupt" if times == 2 else "exit"
-
-    def _is_same(self, now: float) -> bool:
-        """Whether this Ctrl-C repeats the last one; if not, count it."""
-        if self._interrupts and now - self._interrupts[-1] < _SAME_S:
-            return True
-        self._interrupts.append(now)
-        return False
-
-
-class Signals:
-    """Takes over the signals, and restores the former handlers.
-
-    Args:
-        descriptor: receives each signal's number as a byte; it must not block.
-    """
-
-    def __init__(self, descriptor: int) -> None:
+        self._interrupts: list[float] = []  # when each Ctrl-C came
         self._descriptor = descriptor
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
 
     def take(self) -> None:
-        """Take over the signals, but for outside of the main thread, where Python allows no handlers."""
+        """Take over the signals as a loop begins, and forget requests that were followed.
+
+        Outside of the main thread Python allows no handlers.
+        """
+        if self.has_followed:
+            self.has_followed = False
+            self._interrupts = []
         if not self._before and threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, _record_signal) for number in REQUESTS}
-            _undo_in_forks()
+            self._before = {number: signal.signal(number, do_nothing) for number in REQUESTS}
             _taken.append(self)
 
     def restore(self) -> None:
@@ -105,8 +80,31 @@ class Signals:
     def restore_handlers(self) -> None:
         """Restore the former handlers alone."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) is _record_signal:  # otherwise another handler was installed since
+            if signal.getsignal(number) is do_nothing:  # otherwise another handler was installed since
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def follow(self) -> None:
+        """Note that all ranks have stopped."""
+        self.has_followed = True
+        self._followed_at = time.monotonic()
+
+    def meaning_of(self, number: int) -> Literal["nothing", "stop", "interrupt", "exit"]:
+        """What to do about a signal of `REQUESTS` that has just arrived."""
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self._interrupts and now - self._interrupts[-1] < _SAME_S:
+                return "nothing"
+            self._interrupts.append(now)
+        times = len(self._interrupts)
+        if self.has_followed:
+            if now - self._followed_at < _ECHO_S and times < 2:
+                return "nothing"
+            if number != signal.SIGINT:
+                return "exit"  # without waiting for the rest of the script
+            times = max(times, 2)
+        if number != signal.SIGINT or times == 1:
+            return "stop"
+        return "interrupt" if times == 2 else "exit"
 
     def pass_on(self, number: int) -> None:
         """Pass a signal that is no request to the former wakeup descriptor, such as that of an event loop."""
@@ -115,24 +113,89 @@ class Signals:
                 os.write(self._wakeup_before, bytes([number]))
 
 
-def _record_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the C handler has written the number."""
-
-
-def are_taken() -> bool:
-    """Whether this process takes SIGINT and SIGTERM as requests now."""
-    return bool(_taken)
-
-
-def _undo_in_forks() -> None:
-    """Give forked processes the former handlers: the descriptor is that of the parent, and no loop runs there."""
-    if not getattr(_undo_in_forks, "done", False):
-        os.register_at_fork(after_in_child=_undo)
-        _undo_in_forks.done = True  # type: ignore[attr-defined]
+def do_nothing(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the C handler has written the number to the wakeup descriptor."""
 
 
 def _undo() -> None:
+    """Give a forked process the former handlers: the descriptor is that of the parent, and no loop runs there."""
     if _taken:
         signal.set_wakeup_fd(-1)
         _taken[0].restore_handlers()
         _taken.clear()
+
+
+os.register_at_fork(after_in_child=_undo)
+
+
+class WorkerSignals:
+    """The `worker_init_fn` of workers that are started inside `starting`. See [Note: In workers].
+
+    Args:
+        begin: the user's own `worker_init_fn`.
+
+    Attributes:
+        has_workers: whether workers were started and not released.
+    """
+
+    def __init__(self, begin: Callable[[int], object] | None) -> None:
+        self._begin = begin
+        self.has_workers = False
+        self._started = 0  # how many times; workers of an earlier time are not needed
+        self._needed: ctypes.c_long = RawValue(ctypes.c_long, _NONE)
+        if not _needed:  # a process that ends terminates its workers and waits for them
+            util.Finalize(None, _release_all, exitpriority=100)
+        _needed.append(self._needed)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Start workers inside, which SIGINT and SIGTERM do not end if a loop takes them as requests."""
+        self.has_workers = True
+        self._started = self._started + 1
+        self._needed.value = self._started if _taken else _NONE
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # until the workers have their handlers
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def release(self) -> None:
+        """Let SIGTERM end the workers from now on."""
+        self.has_workers = False
+        self._needed.value = _NONE
+
+    def __call__(self, number: int) -> None:
+        """Begin a worker; runs in it."""
+        if self._needed.value == self._started:
+            self._install()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+        if self._begin is not None:
+            self._begin(number)
+
+    def _install(self) -> None:
+        """Install handlers; torch's own for SIGTERM ends the worker, whoever sends it."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        for one in REQUESTS:
+            signal.signal(one, do_nothing)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_restore)
+        threading.Thread(target=self._obey, args=(read, os.getppid()), name="ddp_loop signals", daemon=True).start()
+
+    def _obey(self, read: int, parent: int) -> None:
+        while True:
+            os.read(read, 64)
+            if self._needed.value != self._started or os.getppid() != parent:
+                os._exit(0)  # as torch's own handler does
+
+
+def _restore() -> None:
+    """In a fork of a worker."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _release_all() -> None:
+    for one in _needed:
+        one.value = _NONE

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from ddp_loop.distributed.devices import RankEnv
@@ -87,14 +88,14 @@ class Stops:
         if loop not in self._loops:
             self._loops.append(loop)
         self._has_begun = True
-        self.watchdog.install_stop_handlers()
+        self.watchdog.signals.take()
 
     def restore_handlers(self, loop: Stoppable) -> None:
         """Restore the former handlers after the outermost loop; after a stop only on leaving, since the same request
         may arrive twice."""
         if loop in self._loops:
             self._loops.remove(loop)
-        if not self._loops and not self.watchdog.requests.has_followed:
+        if not self._loops and not self.watchdog.signals.has_followed:
             self.watchdog.signals.restore()
 
     def _look(self) -> str | None:
@@ -121,7 +122,9 @@ class Stops:
 
     def ended(self) -> Stopped:
         """The exception that ends the script after a stop. See [Note: A host that leaves]."""
-        if not self._is_of_another_host() or self.watchdog.terminated.wait(_LAUNCHER_S):
+        rank = self._why.removeprefix(TERMINATED)  # that got a SIGTERM
+        is_terminated = rank != self._why and "TORCHELASTIC_RUN_ID" in os.environ
+        if not is_terminated or int(rank) in self._place.node or self.watchdog.terminated.wait(_LAUNCHER_S):
             return Stopped()
         if self._place.local_rank == 0:
             sys.stderr.write(
@@ -130,14 +133,9 @@ class Stops:
             )
         return Stopped(PEER_FAILED_EXIT)
 
-    def _is_of_another_host(self) -> bool:
-        """Whether the last stop was a SIGTERM that a rank of another torchrun got."""
-        rank = self._why.removeprefix(TERMINATED)
-        return rank != self._why and "TORCHELASTIC_RUN_ID" in os.environ and int(rank) not in self._place.node
-
     def raise_if_stopped(self) -> None:
         """Raise Stopped if the ranks have stopped, and no loop began since; no collective, the same on every rank."""
-        if self.watchdog.requests.has_followed:
+        if self.watchdog.signals.has_followed:
             raise self.ended()
 
     def agree(self) -> None:
@@ -152,4 +150,5 @@ class Stops:
 
     def _say(self, line: str) -> None:
         if self._place.rank == 0:
-            sys.stderr.write(f"ddp_loop: {line}\n")
+            with suppress(OSError, ValueError):  # its reader is gone, but the watchdog must live on
+                sys.stderr.write(f"ddp_loop: {line}\n")

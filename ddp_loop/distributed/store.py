@@ -7,8 +7,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,6 +22,7 @@ from ddp_loop.distributed.failures import (
     find_culprit,
     format_error,
 )
+from ddp_loop.distributed.values import from_bytes, to_bytes
 
 _FAILURE = "ddp_loop/failure"
 _ENDED = "ddp_loop/ended"
@@ -156,24 +155,20 @@ class RankStore:
         return self.get_failure() or self._unexplained(error, timeout_s)
 
     def _unexplained(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
-        if self._hosts and not self._answers():
-            return PeerFailed(
-                f"{capital(self.names[self._rank])} does not reach the launcher's store, usually{self._hosts[0]} with "
-                "rank 0. That host is down, rank 0 or its launcher has ended, or the network between the hosts is "
-                f"cut. Read what rank 0 printed, and check the link. The cause: {error}"
-            )
+        if self._hosts:
+            try:
+                self._store.check([_FAILURE])
+            except RuntimeError:
+                return PeerFailed(
+                    f"{capital(self.names[self._rank])} does not reach the launcher's store, "
+                    f"usually{self._hosts[0]} with rank 0. That host is down, rank 0 or its launcher has ended, or "
+                    "the network between the hosts is cut. Read what rank 0 printed, and check the link. The cause: "
+                    f"{error}"
+                )
         return PeerFailed(
             "Every rank must take part in every collective. A rank was killed, or is slower than "
             f"timeout_s={timeout_s:g}. Read what the others printed. The cause: {error}"
         )
-
-    def _answers(self) -> bool:
-        """Whether the launcher's store answers a request."""
-        try:
-            self._store.check([_FAILURE])
-        except RuntimeError:
-            return False
-        return True
 
     def _call_all(self, ended: set[int], timeout_s: float) -> None:
         """Make a roll call, and set the culprit as the failure, unless another rank was first."""
@@ -185,13 +180,17 @@ class RankStore:
             while len(here) < self._size and time.monotonic() < deadline and not self.has_failure():
                 for rank in set(range(self._size)) - here.keys():
                     if self._store.check([f"{_HERE}/{rank}"]):
-                        here[rank] = _here_of(json.loads(self._store.get(f"{_HERE}/{rank}")))
+                        here[rank] = from_bytes(self._store.get(f"{_HERE}/{rank}"))
                 time.sleep(_LOOK_S)
             here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is alive
         seen = {rank: self._last_place(rank) for rank in range(self._size) if rank not in here}
-        culprit, message, stack = find_culprit(here, seen, ended, self.names, timeout_s)
-        where = RankStatus() if culprit is None else here[culprit].where if culprit in here else seen[culprit]
-        self._set_failure(message + (f"\n\nThe stack of rank {culprit}:\n{stack}" if stack else ""), culprit, where)
+        culprit, message = find_culprit(here, seen, ended, self.names, timeout_s)
+        where = RankStatus() if culprit is None else seen.get(culprit, RankStatus())
+        if culprit in here:
+            where = here[culprit].where
+            if here[culprit].stack:
+                message += f"\n\nThe stack of rank {culprit}:\n{here[culprit].stack}"
+        self._set_failure(message, culprit, where)
 
     def set_wait(self, kind: str) -> None:
         """Note that this rank has waited for a while in a collective of this kind; "" for none."""
@@ -215,7 +214,7 @@ class RankStore:
 
     def answer(self, here: RankReport) -> None:
         """Answer the roll call."""
-        self.put(f"{_HERE}/{self._rank}", json.dumps(asdict(here)))
+        self.put(f"{_HERE}/{self._rank}", to_bytes(here).decode())
 
     def has_failure(self) -> bool:
         try:
@@ -262,7 +261,3 @@ class RankStore:
 
 def _progress(where: RankStatus) -> tuple[int, int]:
     return where.step, STAGES.index(where.stage) if where.stage in STAGES else 0
-
-
-def _here_of(word: dict[str, Any]) -> RankReport:
-    return RankReport(RankStatus(**word["where"]), word["stack"])

@@ -15,13 +15,13 @@ faults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed.backend import STEP, Numbers, PieceOrder, Work, gathered
+from ddp_loop.distributed.backend import STEP, PieceOrder, Work
 from ddp_loop.distributed.piece_sums import tree_levels
 
 
@@ -34,9 +34,6 @@ class TorchBackend:
         self._group = group
         self.rank = group.rank()
         self.size = group.size()
-
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        return gathered(self, numbers, what)
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
         return self._group.allreduce([tensor])
@@ -61,13 +58,13 @@ class TorchBackend:
     def start_settling(self) -> None:
         return None
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def wait(self, work: Work) -> None:
         work.wait()
 
     def cut_off(self) -> None:
         self._group.abort()
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+    def leave(self, unfinished: Collection[Work]) -> None:
         """Drop the group: its connections are closed with the last reference."""
         del self._group
 

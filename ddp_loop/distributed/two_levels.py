@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import torch
+from torch.nn.functional import pad
 
-from ddp_loop.distributed.backend import STEP, FlatSum, Numbers, PieceOrder, Work, gathered
+from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.gloo import GlooBackend
+from ddp_loop.distributed.meetings import NOTHING
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
-
-InVain = Callable[[], bool]
-Rest = Callable[[InVain], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,61 +78,53 @@ class MachineOrder:
 
     Attributes:
         nodes: the order of each sum that it sends, over its ranks' pieces.
-        rows: for each of these, the part of each local rank's pieces that it adds up.
+        parts: for each of these, which of a rank's own pieces it adds up.
         between: the order of what the machines send.
     """
 
-    nodes: tuple[Order, ...]
-    rows: tuple[tuple[slice, ...], ...]
+    nodes: list[Order]
+    parts: list[slice]
     between: Order
 
 
-def machine_order(order: PieceOrder, machines: Sequence[range], own: int) -> MachineOrder:
-    """Cut an order over all ranks into those inside of machine `own` and between the machines. See [Note: One tree].
+def machine_order(order: PieceOrder, machines: Sequence[range], own_rank: int) -> MachineOrder:
+    """Cut an order over all ranks into those inside of a rank's machine and between the machines. See [Note: One tree].
 
     Args:
         order: over all ranks.
         machines: the ranks of each, in order.
-        own: the number of a machine.
+        own_rank: that rank.
     """
     starts = [sum(order.pieces[:rank]) for rank in range(len(order.pieces) + 1)]
     tree = tree_of(order.last_merges)
-    sent = [list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines]
-    orders = []
-    rows = []
+    own = next(ranks for ranks in machines if own_rank in ranks)
+    sent = {ranks: list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines}
+    nodes = []
+    parts = []
     for node in sent[own]:
-        parts = []
-        for rank in machines[own]:
-            low = max(node.first, starts[rank])
-            high = min(node.end, starts[rank + 1])
-            parts.append(slice(low - starts[rank], max(low, high) - starts[rank]))
-        counts = tuple(part.stop - part.start for part in parts)
-        orders.append(Order(counts, tuple(merges_of(node, ()))))
-        rows.append(tuple(parts))
-    leaves = [node for nodes in sent for node in nodes]
-    counts = tuple(map(len, sent))
+        added = {rank: range(max(node.first, starts[rank]), min(node.end, starts[rank + 1])) for rank in own}
+        nodes.append(Order(tuple(map(len, added.values())), tuple(merges_of(node, ()))))
+        mine = added[own_rank]
+        parts.append(slice(mine.start - starts[own_rank], mine.start - starts[own_rank] + len(mine)))
+    leaves = [*chain(*sent.values())]
+    counts = tuple(map(len, sent.values()))
     is_any = sum(counts) <= 2 and max(counts) == 1
-    return MachineOrder(tuple(orders), tuple(rows), Order(counts, tuple(merges_of(tree, leaves)), is_any))
+    return MachineOrder(nodes, parts, Order(counts, tuple(merges_of(tree, leaves)), is_any))
 
 
 class Stages:
     """An operation under way: a first part that has begun, and the rest, which is done in the wait."""
 
-    def __init__(self, first: Work, rest: Rest) -> None:
+    def __init__(self, first: Work, rest: Callable[[], None]) -> None:
         self.first = first
         self.rest = rest
-        self._is_over = False
+        self.is_over = False
 
     def is_completed(self) -> bool:
-        return self._is_over
+        return self.is_over
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         return self.first.wait()
-
-    def complete(self, in_vain: InVain) -> None:
-        if not self._is_over:
-            self.rest(in_vain)
-            self._is_over = True
 
 
 class TwoLevelBackend:
@@ -147,76 +139,68 @@ class TwoLevelBackend:
 
     def __init__(self, local: MemoryBackend, leaders: GlooBackend | None, machines: Sequence[range], rank: int) -> None:
         self.local = local
-        self._leaders = leaders
+        self.leaders = leaders
         self.machines = machines
-        self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
+        self.rank = rank
         self.size = machines[-1].stop
 
-    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
-        return gathered(self, numbers, what)
-
     def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
-        def between(leaders: GlooBackend, in_vain: InVain) -> None:
-            leaders.wait(leaders.start_sum(tensor, what), in_vain)
-
-        return self._stages(self.local.start_sum(tensor, what), between, tensor, what)
+        first = self.local.start_sum(tensor, what)
+        return self._stages(first, lambda leaders: leaders.wait(leaders.start_sum(tensor, what)), tensor, what)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Stages:
         most = max(map(len, self.machines))
         count = part.numel()
         mine = part.new_empty(self.local.size * count)
 
-        def between(leaders: GlooBackend, in_vain: InVain) -> None:
-            padded_mine = part.new_zeros(most * count)
-            padded_mine[: len(mine)] = mine
+        def between(leaders: GlooBackend) -> None:
+            sent = pad(mine, (0, most * count - len(mine)))
             every = part.new_empty(len(self.machines) * most * count)
-            leaders.wait(leaders.start_gather(every, padded_mine, what), in_vain)
+            leaders.wait(leaders.start_gather(every, sent, what))
             rows = every.view(len(self.machines), most, count)
             torch.cat([rows[n, : len(ranks)].reshape(-1) for n, ranks in enumerate(self.machines)], out=whole)
 
         return self._stages(self.local.start_gather(mine, part, what), between, whole, what)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Stages:
-        def between(leaders: GlooBackend, in_vain: InVain) -> None:
-            leaders.wait(leaders.start_broadcast(tensor, what), in_vain)
+        first = self.local.meet(NOTHING, 0, what)
+        return self._stages(first, lambda leaders: leaders.wait(leaders.start_broadcast(tensor, what)), tensor, what)
 
-        return self._stages(self.local.start_numbers((), what)[0], between, tensor, what)
-
-    def _stages(
-        self, first: Work, between: Callable[[GlooBackend, InVain], None], result: torch.Tensor, what: str
-    ) -> Stages:
+    def _stages(self, first: Work, between: Callable[[GlooBackend], None], result: torch.Tensor, what: str) -> Stages:
         """An operation inside machines, then between their leaders, whose result each gives to its own machine."""
 
-        def rest(in_vain: InVain) -> None:
-            if self._leaders is not None:
-                between(self._leaders, in_vain)
-            self.local.finish(self.local.start_broadcast(result, what), in_vain)
+        def rest() -> None:
+            if self.leaders is not None:
+                between(self.leaders)
+            self.local.finish(self.local.start_broadcast(result, what))
 
         return Stages(first, rest)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> TwoLevelFlatSum:
-        return TwoLevelFlatSum(self, self._leaders, order, length, dtype)
+        return TwoLevelFlatSum(self, order, length, dtype)
 
     def start_settling(self) -> Work | None:
         return self.local.start_settling()
 
-    def wait(self, work: Work, in_vain: InVain) -> None:
+    def wait(self, work: Work) -> None:
         if isinstance(work, Stages):
-            self.local.wait(work.first, in_vain)
-            work.complete(in_vain)
+            self.local.wait(work.first)
+            if not work.is_over:
+                work.rest()
+            work.is_over = True
         else:
-            self.local.wait(work, in_vain)
+            self.local.wait(work)
 
     def cut_off(self) -> None:
         self.local.cut_off()
-        if self._leaders is not None:
-            self._leaders.cut_off()
+        if self.leaders is not None:
+            self.leaders.cut_off()
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        self.local.leave((), failed=failed)
-        if self._leaders is not None:
-            self._leaders.leave((), failed=failed)
-            self._leaders = None
+    def leave(self, unfinished: Collection[Work]) -> None:
+        self.local.leave(())
+        if self.leaders is not None:
+            self.leaders.leave(())
+            self.leaders = None
 
 
 class TwoLevelFlatSum:
@@ -224,7 +208,6 @@ class TwoLevelFlatSum:
 
     Args:
         backend: of the ranks.
-        leaders: as in `TwoLevelBackend`.
         order: of the pieces of all ranks.
         length: of a row, in values.
         dtype: of the values.
@@ -232,24 +215,22 @@ class TwoLevelFlatSum:
 
     reduces_early = False
 
-    def __init__(
-        self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, backend: TwoLevelBackend, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._local = backend.local
         self._dtype = dtype
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
-        cut = machine_order(order, backend.machines, backend.own)
-        ranks = len(backend.machines[backend.own])
-        nodes = cut.nodes or (Order((0,) * ranks, ()),)  # a machine without shards sends -0.0, with its ranks' tails
-        self._parts = [rows[self._local.rank] for rows in cut.rows or ((slice(0, 0),) * ranks,)]
+        cut = machine_order(order, backend.machines, backend.rank)
+        # A machine without shards sends -0.0, with its ranks' tails.
+        nodes = cut.nodes or [Order((0,) * self._local.size, ())]
+        self._parts = cut.parts or [slice(0, 0)]
         host = torch.device("cpu")
         self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]
         self._has_pieces = any(part.stop > part.start for part in self._parts)
         self._length = padded(count, cut.between)
         self._between: FlatSum | None = None
-        if leaders is not None:
-            self._leaders = leaders
-            self._between = leaders.flat_sum(cut.between, self._length, real, host)
+        if backend.leaders is not None:
+            self._leaders = backend.leaders
+            self._between = self._leaders.flat_sum(cut.between, self._length, real, host)
         self._sent: list[list[torch.Tensor]] = []
         self._own = torch.empty(0, device="cpu")
 
@@ -263,9 +244,9 @@ class TwoLevelFlatSum:
             self._sent[0] = [rows[0]]  # with the tail
         first, *others = [one.arrive(sent) for one, sent in zip(self._sums, self._sent, strict=True)]
 
-        def rest(in_vain: InVain) -> None:
+        def rest() -> None:
             for work in others:
-                self._local.finish(work, in_vain)
+                self._local.finish(work)
 
         return Stages(first, rest)
 
@@ -273,21 +254,19 @@ class TwoLevelFlatSum:
         """Do the rest of the sum; the ranks of a machine wait for their leader."""
         for work in [one.reduce() for one in self._sums]:
             if work is not None:
-                self._local.finish_now(work)
+                self._local.finish(work)
         for one in self._sums:
             one.collect()
         if (settling := self._local.start_settling()) is not None:
-            self._local.finish_now(settling)
+            self._local.finish(settling)
         if self._between is not None:
-            rows = [sent[0].new_zeros(self._length) for sent in self._sent]
-            for row, sent in zip(rows, self._sent, strict=True):
-                row[: len(sent[0])] = sent[0]
-            self._leaders.wait(self._between.arrive(rows), self._local.in_vain)
+            rows = [pad(sent[0], (0, self._length - len(sent[0]))) for sent in self._sent]
+            self._leaders.wait(self._between.arrive(rows))
             if (gathering := self._between.reduce()) is not None:
-                self._leaders.wait(gathering, self._local.in_vain)
+                self._leaders.wait(gathering)
             self._between.collect()
             self._own.copy_(rows[0][: len(self._own)])
-        self._local.finish_now(self._local.start_broadcast(self._own, STEP))
+        self._local.finish(self._local.start_broadcast(self._own, STEP))
 
     def collect(self) -> None:
         self._sent = []

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from ddp_loop.distributed.failures import RankReport, RankStatus
 from ddp_loop.distributed.processes import set_line
-from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals, StopRequests
+from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT
 
@@ -58,7 +58,7 @@ class Watchdog:
 
     Attributes:
         stop: why the ranks are asked to stop; None without a request.
-        requests: the meaning of signals.
+        signals: which it takes, and what they mean.
         terminated: set once this process got SIGTERM while a loop takes it as a request.
         look_for_stop: polled for the reason of another request to stop, such as a file; set by a loop.
         say: shows the user a line.
@@ -75,7 +75,6 @@ class Watchdog:
         self._where = where
         self.stop: str | None = None
         self.look_for_stop: Callable[[], str | None] = lambda: None
-        self.requests = StopRequests()
         self.terminated = threading.Event()
         self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
@@ -130,11 +129,6 @@ class Watchdog:
         if failed:
             self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
 
-    def install_stop_handlers(self) -> None:
-        """Take signals as requests from now on, and forget those that were followed."""
-        self.requests.begin()
-        self.signals.take()
-
     def reason_to_stop(self) -> str | None:
         """The reason of a request, even if this rank has not seen it before; None without one."""
         with self._lock, suppress(RuntimeError):  # the store is gone with the launcher
@@ -146,13 +140,13 @@ class Watchdog:
         with self._lock:
             self._store.stop_followed()
             self.stop = None
-            self.requests.follow()
+            self.signals.follow()
             self._seen_news = -1
 
     def ask_to_stop(self, why: str) -> None:
         """Ask all ranks to stop, unless they have just stopped: a file that requests it exists for a moment longer."""
         with self._lock:
-            if self.requests.has_followed:
+            if self.signals.has_followed:
                 return
             with suppress(RuntimeError):  # the store is gone with the launcher
                 self._store.set_stop(why)
@@ -231,14 +225,14 @@ class Watchdog:
             return
         if number == signal.SIGTERM:
             self.terminated.set()
-        meaning = self.requests.meaning_of(number)
+        meaning = self.signals.meaning_of(number)
         if meaning == "stop" and number == signal.SIGINT:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
-            self._say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
+            self.say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
         elif meaning == "stop" and self.stop is None:
             name = signal.Signals(number).name
             self.ask_to_stop(f"{TERMINATED}{self._rank}")
-            self._say(f"Stopping after this step ({name}).")
+            self.say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
             line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
             self._pending = KeyboardInterrupt("a second Ctrl-C")
@@ -247,10 +241,6 @@ class Watchdog:
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)
-
-    def _say(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # its reader is gone, but this thread must live on
-            self.say(line)
 
     def _interrupt(self) -> None:
         """Interrupt the main thread, repeatedly until it raises. See [Note: Lost interruptions].

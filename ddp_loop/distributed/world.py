@@ -138,7 +138,7 @@ class World:
         )
         self.store = groups.rank_store()
         self._collectives = Collectives(groups.backends, self.store, self.timeout_s)
-        self.exchange = groups.exchange
+        self.exchange = "gloo" if groups.memory is None else "memory"
         self.why_gloo = groups.why_gloo
         self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
 
@@ -237,7 +237,7 @@ class World:
         Raises:
             TypeError: it is, or contains, something else.
         """
-        self._require_allowed(in_step=in_step)
+        self.require_collectives_allowed(in_step=in_step)
         return self._collectives.gather(value, what, self.where)
 
     def numbers(self, number: int, what: str, *, in_step: bool = False) -> list[int]:
@@ -246,7 +246,7 @@ class World:
         Args:
             number, what, in_step: as in `gather`.
         """
-        self._require_allowed(in_step=in_step)
+        self.require_collectives_allowed(in_step=in_step)
         return self._collectives.numbers(number, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -490,21 +490,17 @@ class World:
         for one in owed:
             one()
 
-    def _require_allowed(self, *, in_step: bool) -> None:
-        """Like `require_collectives_allowed`; inside a step only that the world was not left."""
-        if not in_step:
-            self.require_collectives_allowed()
-        elif self._refusal is not None:
-            raise RuntimeError(self._refusal)
-
-    def require_collectives_allowed(self) -> None:
+    def require_collectives_allowed(self, *, in_step: bool = False) -> None:
         """Make the deferred collectives, and check that another one may follow.
+
+        Args:
+            in_step: it may follow inside a step too, where none is deferred.
 
         Raises:
             RuntimeError: it may not: after leaving, in `rank_zero_first`, or inside a step.
         """
-        if self._deferred:
+        if self._deferred and not in_step:
             self._run_deferred()
-        why = self._refusal or self.blocked_because
+        why = self._refusal or (None if in_step else self.blocked_because)
         if why is not None:
             raise RuntimeError(why)

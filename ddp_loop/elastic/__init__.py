@@ -14,6 +14,7 @@ from ddp_loop.elastic.process_states import (
 from ddp_loop.elastic.rank import (
     START,
     begin_at_script,
+    flush_output,
     is_reported,
     leave_advice,
     leave_error,
@@ -29,6 +30,7 @@ __all__ = [
     "UNSAVED_EXIT",
     "add_run",
     "begin_at_script",
+    "flush_output",
     "host_store",
     "is_reported",
     "is_stopped",

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -53,12 +54,11 @@ def read_ending(rank: int, failure: ProcessFailure) -> Ending:
     """What a failed rank left in its error file, which `report_to_launcher` or torch's own `record` wrote."""
     found = failure.error_file_data.get("message")
     if not isinstance(found, dict):
-        is_peer = failure.exitcode == PEER_FAILED_EXIT
-        return Ending(rank, failure.exitcode, float(failure.timestamp), is_peer=is_peer)
+        found = {"extraInfo": {"is_peer": failure.exitcode == PEER_FAILED_EXIT}}
     facts = found.get("extraInfo") or {}
     at = float(failure.timestamp)
     with suppress(TypeError, ValueError):
-        at = float(facts["at"]) if "at" in facts else float(facts.get("timestamp", at))
+        at = float(facts.get("at", facts.get("timestamp", at)))
     return Ending(
         rank,
         failure.exitcode,
@@ -77,8 +77,13 @@ def find_first(endings: Sequence[Ending]) -> Ending:
     The agent ends all ranks when the first has ended, and that may be another one than the culprit. A rank that was
     ended before it left a word is the least likely to be it.
     """
-    failed = [one for one in endings if one.exit_code != 0]
-    return min(failed, key=lambda one: (_was_ended(one), _has_lost_a_peer(one), not one.error, one.at, one.rank))
+
+    def order(one: Ending) -> tuple[bool, bool, bool, float, int]:
+        is_ended = one.exit_code == -signal.SIGTERM or (one.is_by_launcher and not one.is_stopped)
+        has_lost_a_peer = one.is_peer or "gloo/transport" in one.line  # outside of a world gloo raises a plain error
+        return is_ended and not one.line, has_lost_a_peer, not one.error, one.at, one.rank
+
+    return min((one for one in endings if one.exit_code != 0), key=order)
 
 
 def describe(
@@ -97,7 +102,7 @@ def describe(
     if width is not None:
         head = "\n".join(_wrap(line, width) for line in head.splitlines())
     lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
-    others = sorted((one for one in endings if one != first), key=_by_rank)
+    others = sorted((one for one in endings if one != first), key=attrgetter("rank"))
     if first.exit_code == INTERRUPTED_EXIT:  # as most of them
         others = [one for one in others if one.exit_code != INTERRUPTED_EXIT]
     lines += [f"ddp_loop: rank {one.rank} {_of_other(one, first)}" for one in others]
@@ -112,23 +117,9 @@ def describe_rest(endings: Sequence[Ending], after: Sequence[str]) -> str:
         endings: of these ranks.
         after: what comes next, or what the user can do.
     """
-    lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=_by_rank)]
+    lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=attrgetter("rank"))]
     lines += [f"ddp_loop: {words}" for words in after]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _was_ended(one: Ending) -> bool:
-    is_ended = one.exit_code == -signal.SIGTERM or (one.is_by_launcher and not one.is_stopped)
-    return is_ended and not one.line
-
-
-def _has_lost_a_peer(one: Ending) -> bool:
-    """Whether it failed since another rank did; outside of a world gloo raises a plain error."""
-    return one.is_peer or "gloo/transport" in one.line
-
-
-def _by_rank(one: Ending) -> int:
-    return one.rank
 
 
 def _of_first(one: Ending) -> str:

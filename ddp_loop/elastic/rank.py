@@ -62,11 +62,13 @@ def run_as_main(words: Sequence[str]) -> None:
 def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an uncaught exception to the launcher, or print it if that is not possible; a `sys.excepthook`."""
     trace = begin_at_script(error)
-    if not is_reported(error) and isinstance(error, Exception):  # it was raised outside of a world
+    if is_reported(error):
+        return
+    if isinstance(error, Exception):  # it was raised outside of a world
         is_syntax = isinstance(error, SyntaxError)  # whose last lines show the source
         line = f"{kind.__name__}: {error}" if is_syntax else "".join(traceback.format_exception_only(error)).strip()
         leave_error(error, line, "".join(traceback.format_exception(error)), is_shown=False)
-    elif not is_reported(error) and isinstance(error, KeyboardInterrupt):  # no loop has taken it
+    elif isinstance(error, KeyboardInterrupt):  # no loop has taken it
         leave_error(error, "was ended by Ctrl-C", "", is_shown=False)
     if not is_reported(error):
         sys.__excepthook__(kind, error, trace)
@@ -85,10 +87,16 @@ def _end_if_reported() -> None:
     """End a process that failed, without finalizing the interpreter: that takes 0.4 s with torch, on busy cores 3 s."""
     error = getattr(sys, "last_value", None)  # an exception that the script has not caught
     if isinstance(error, Exception | KeyboardInterrupt) and is_reported(error):
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # it is closed, or its reader is gone
-                stream.flush()
+        flush_output()
         os._exit(1 if isinstance(error, Exception) else INTERRUPTED_EXIT)
+
+
+def flush_output(last: str = "") -> None:
+    """Flush what this process printed, with a last line on the standard error."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, last)):
+        with suppress(AttributeError, OSError, ValueError):  # it is closed, or its reader is gone
+            stream.write(text)
+            stream.flush()
 
 
 def is_reported(error: BaseException) -> bool:
@@ -116,9 +124,7 @@ def leave_error(
     if not is_shown:
         facts |= {"at": now, "where": where, "is_peer": is_peer, "is_shown": False}
     with suppress(OSError):
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": line[-_LETTERS:], "extraInfo": facts}}, file)
-        os.replace(f"{path}.new", path)  # a rank that is killed meanwhile leaves no half
+        _write_whole(path, json.dumps({"message": {"message": line[-_LETTERS:], "extraInfo": facts}}))
         if not is_shown:
             setattr(error, _REPORTED, True)
 
@@ -133,7 +139,12 @@ def leave_advice(advice: str) -> bool:
     if not path or START not in os.environ:
         return False
     with suppress(OSError):
-        with open(f"{path}{ADVICE}.new", "w", encoding="utf-8") as file:
-            file.write(advice)
-        os.replace(f"{path}{ADVICE}.new", f"{path}{ADVICE}")
+        _write_whole(f"{path}{ADVICE}", advice)
     return True
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Write a file of which a rank that is killed meanwhile leaves no half."""
+    with open(f"{path}.new", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(f"{path}.new", path)

@@ -41,6 +41,7 @@ class RankProcesses:
     def __init__(self, context: Any, ranks: dict[int, int], timeout_s: int) -> None:
         self._context = context
         self._ranks = ranks
+        self._processes = {local: handler.proc for local, handler in context.subprocess_handlers.items()}
         self._timeout_s = timeout_s
         self._sent: dict[int, set[signal.Signals]] = {local: set() for local in ranks}
         self._stopped: set[int] = set()
@@ -48,14 +49,16 @@ class RankProcesses:
         self._left: list[int] = []  # the ranks that still ran when a failure was described
         self._oom_kills = oom_kills()
         vars(context)["close"] = partial(self._close, context.close)  # torch calls it itself when a rank has failed
-        for local, handler in self._context.subprocess_handlers.items():
+        for local, handler in context.subprocess_handlers.items():
             vars(handler)["close"] = partial(self._send, local, handler.close)
 
     def _describe(self) -> None:
         """Describe a failure, while some ranks may still run."""
         self._left = [self._ranks[local] for local in self._running() if not self._has_word(local)]
-        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        sys.stderr.write(describe(self._endings(), self._left, is_coloured=_has_colours(), width=width))
+        is_terminal = sys.stderr.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else None
+        is_coloured = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        sys.stderr.write(describe(self._endings(), self._left, is_coloured=is_coloured, width=width))
         sys.stderr.flush()
 
     def describe_rest(self, again: str) -> None:
@@ -67,30 +70,25 @@ class RankProcesses:
     def are_interrupted(self) -> bool:
         """Whether all ended well or by the Ctrl-C that was passed on to them."""
         ends = (0, INTERRUPTED_EXIT, -signal.SIGINT)
-        return all(handler.proc.poll() in ends for handler in self._context.subprocess_handlers.values())
+        return all(process.poll() in ends for process in self._processes.values())
 
     def _endings(self) -> list[Ending]:
         """How the ranks ended, or are about to end, of which this is known."""
         found = []
         for local, rank in self._ranks.items():
-            code = self._context.subprocess_handlers[local].proc.poll()
-            if code is None:
-                if self._has_word(local):
-                    found.append(read_ending(rank, self._read_failure(local, 1)))
-                continue
+            code = self._processes[local].poll()
             if code == 0:
                 found.append(Ending(rank, 0))
-                continue
-            ending = read_ending(rank, self._failure(local, code))
-            was_sent = code < 0 and -code in self._sent[local]
-            found.append(
-                replace(
-                    ending,
-                    is_by_launcher=was_sent,
+            elif code is not None:
+                ending = replace(
+                    read_ending(rank, self._failure(local, code)),
+                    is_by_launcher=-code in self._sent[local],
                     is_stopped=local in self._stopped,
                     lacked_memory=lacked_memory(self._oom_kills),
                 )
-            )
+                found.append(ending)
+            elif self._has_word(local):
+                found.append(read_ending(rank, self._read_failure(local, 1)))
         return found
 
     def _advice(self) -> list[str]:
@@ -107,15 +105,14 @@ class RankProcesses:
         return self._failures[local]
 
     def _read_failure(self, local: int, code: int) -> ProcessFailure:
-        pid = self._context.subprocess_handlers[local].proc.pid
+        pid = self._processes[local].pid
         return ProcessFailure(local_rank=local, pid=pid, exitcode=code, error_file=self._context.error_files[local])
 
     def _has_word(self, local: int) -> bool:
         return os.path.exists(self._context.error_files[local])
 
     def _running(self) -> list[int]:
-        handlers = self._context.subprocess_handlers
-        return [local for local in self._ranks if handlers[local].proc.poll() is None]
+        return [local for local in self._ranks if self._processes[local].poll() is None]
 
     def _close(
         self, close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: int | None = None
@@ -129,24 +126,16 @@ class RankProcesses:
     def _await_others(self) -> None:
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            running = self._running()
-            if all(self._has_word(local) or self._is_stopped(local) for local in running):
+            if all(self._has_word(local) or is_stopped(self._processes[local].pid) for local in self._running()):
                 break
             time.sleep(_LOOK_S)
         for local in self._running():
-            if self._is_stopped(local):
+            if is_stopped(self._processes[local].pid):
                 self._stopped.add(local)
                 self._context.subprocess_handlers[local].close(signal.SIGKILL)
-                self._context.subprocess_handlers[local].proc.wait()
-
-    def _is_stopped(self, local: int) -> bool:
-        return is_stopped(self._context.subprocess_handlers[local].proc.pid)
+                self._processes[local].wait()
 
     def _send(self, local: int, send: Callable[..., None], death_sig: signal.Signals | None = None) -> None:
-        if self._context.subprocess_handlers[local].proc.poll() is None:
+        if self._processes[local].poll() is None:
             self._sent[local].add(death_sig or signal.SIGTERM)
         send(death_sig)
-
-
-def _has_colours() -> bool:
-    return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -14,8 +14,7 @@ import io
 import ipaddress
 import pickle
 import socket
-from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -28,10 +27,12 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, serve_store
 
+Found = TypeVar("Found", tuple[bytes, Any] | None, tuple[bytes, Any, bool] | None)  # a state, and more
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # as torchrun
 _STATIC_TIMEOUT_S = 600  # as torchrun
 _BACKENDS = {"c10d": "c10d_rendezvous_backend", "etcd-v2": "etcd_rendezvous_backend"}  # those with a pickled state
@@ -45,24 +46,10 @@ _IN_A_STATE = {
 }
 
 
-class StaticRendezvous(RendezvousHandler):
-    """The rendezvous of a fixed number of machines, whose ranks share the launchers' store.
+class StaticRendezvous(StaticTCPRendezvous):
+    """Torch's rendezvous of a fixed number of machines, with our listeners; port 0 is a free one, on one machine."""
 
-    Args:
-        host, port: of the store; 0 is a free port, for one machine.
-        rank, size: of this machine, and of how many.
-        run_id: of the job.
-        timeout_s: for all machines to come.
-    """
-
-    def __init__(self, host: str, port: int, rank: int, size: int, run_id: str, timeout_s: float) -> None:
-        self._host = host
-        self._port = port
-        self._rank = rank
-        self._size = size
-        self._run_id = run_id
-        self._timeout = timedelta(seconds=timeout_s)
-        self._store: dist.TCPStore | None = None
+    _store: dist.TCPStore | None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all machines have come.
@@ -70,40 +57,20 @@ class StaticRendezvous(RendezvousHandler):
         Raises:
             RendezvousConnectionError: they do not, or the port is taken.
         """
-        if self._store is None or self._port == 0:  # a new store has no keys of ranks that have ended
+        if self._store is None or self.master_port == 0:  # a new store has no keys of ranks that have ended
             try:
-                self._store = self._make_store()
+                self._store = self._make_store(self.master_addr, self.master_port, self.world_size)
             except (OSError, RuntimeError) as error:  # torch's errors of a store are among the latter
                 raise RendezvousConnectionError(str(error)) from error
-        bootstrap = RendezvousStoreInfo(self._host, self._store.port)
-        return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._rank, self._size, bootstrap)
+        bootstrap = RendezvousStoreInfo(self.master_addr, self._store.port)
+        return RendezvousInfo(dist.PrefixStore(self.run_id, self._store), self.rank, self.world_size, bootstrap)
 
-    def _make_store(self) -> dist.TCPStore:
-        if self._size == 1:
-            return host_store(self._port)
-        if self._rank == 0:
-            return serve_store(listen_at(self._host, self._port), self._host, self._size, self._timeout)
-        return dist.TCPStore(self._host, self._port, self._size, is_master=False, timeout=self._timeout)
-
-    use_agent_store = True
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: no machine can join later."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+    def _make_store(self, host: str, port: int, size: int) -> dist.TCPStore:
+        if size == 1:
+            return host_store(port)
+        if self.rank == 0:
+            return serve_store(listen_at(host, port), host, size, self.timeout)
+        return dist.TCPStore(host, port, size, is_master=False, timeout=self.timeout)
 
 
 class CheckedBackend(RendezvousBackend):
@@ -126,10 +93,7 @@ class CheckedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: it is no state of a rendezvous.
         """
-        found: tuple[bytes, Any] | None = self._backend.get_state()
-        if found is not None:
-            _check_state(found[0])
-        return found
+        return _checked(self._backend.get_state())
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
         """Replace the state that has this token; return the state then, its token, and whether it was replaced.
@@ -137,10 +101,7 @@ class CheckedBackend(RendezvousBackend):
         Raises:
             RendezvousStateError: it is no state of a rendezvous.
         """
-        found: tuple[bytes, Any, bool] | None = self._backend.set_state(state, token)
-        if found is not None:
-            _check_state(found[0])
-        return found
+        return _checked(self._backend.set_state(state, token))
 
 
 class _StateReader(pickle.Unpickler):
@@ -150,13 +111,15 @@ class _StateReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check_state(state: bytes) -> None:
+def _checked(found: Found) -> Found:
     try:
-        _StateReader(io.BytesIO(state)).load()
+        if found is not None:
+            _StateReader(io.BytesIO(found[0])).load()
     except Exception as error:  # bad bytes raise whatever they like
         raise RendezvousStateError(
             f"The store holds what no launcher wrote ({error}). Keep its port inside a network that you trust."
         ) from error
+    return found
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -172,16 +135,14 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
         timeout_s = parameters.get_as_int("timeout", _STATIC_TIMEOUT_S)
         rank = int(parameters.config["rank"])
         size = parameters.max_nodes
-        return StaticRendezvous(
-            LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, float(timeout_s or 0)
-        )
+        return StaticRendezvous(LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, timeout_s or 0)
     if backend not in _BACKENDS:
         return registry.get_rendezvous_handler(parameters)
     server = _serve_meeting(parameters) if backend == "c10d" else None
     module = importlib.import_module(f"torch.distributed.elastic.rendezvous.{_BACKENDS[backend]}")
     found, store = module.create_backend(parameters)
     handler = create_handler(store, CheckedBackend(found), parameters)
-    vars(handler).update(_meeting=server, _create_tcp_store_server=_serve_ranks)  # torch's would listen everywhere
+    vars(handler).update(_meeting=server, _create_tcp_store_server=_serve)  # torch's would listen everywhere
     return handler
 
 
@@ -195,7 +156,7 @@ def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
         return None
     server: dist.TCPStore | None = None
     try:
-        server = serve_store(listen_at(host, port), host)
+        server = _serve(host, port)
     except OSError as error:
         if asked or error.errno != errno.EADDRINUSE:
             raise RendezvousConnectionError(str(error)) from error
@@ -205,8 +166,8 @@ def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
     return server
 
 
-def _serve_ranks(host: str, port: int) -> dist.TCPStore:
-    """The store of all ranks, at the address of the first machine."""
+def _serve(host: str, port: int) -> dist.TCPStore:
+    """A store of all machines, at this one's address."""
     return serve_store(listen_at(host, port), host)
 
 

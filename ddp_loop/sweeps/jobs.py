@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddp_loop.distributed import check_call, run_script
+from ddp_loop.distributed import pack_call, run_script
 from ddp_loop.sweeps.space import Scalar, nearest
 
 RUN_DIR = "run_dir"  # the name under which a job gets its trial's run folder
@@ -78,7 +78,7 @@ class FunctionJob:
         return {"function": f"{self.file}:{name}", "keywords": {key: repr(one) for key, one in self.keywords.items()}}
 
     def check(self, names: Sequence[str]) -> None:
-        check_call(self.function, self.keywords)
+        pack_call(self.function, (), dict(self.keywords))  # raises if new processes cannot get it
         try:
             taken = inspect.signature(self.function).parameters
         except (TypeError, ValueError):

@@ -29,7 +29,6 @@ from ddp_loop.distributed import (
     find_modules,
     find_parameters,
     find_tensors,
-    make_equal,
 )
 from ddp_loop.training.checks import NEVER, StepChecks
 from ddp_loop.training.control import NO_REQUEST, ControlRequest
@@ -638,7 +637,7 @@ class Job:
                 scaler.scale(torch.zeros((), device=self.world.device))
         tensors = find_tensors(self.state)
         check_structure(tensors, self.world)
-        make_equal(tensors, self.world)
+        self.world.broadcast_all([*tensors.values()])
 
     def replace(self, new: Mapping[str, torch.Tensor]) -> None:
         """Give every rank rank 0's values of new parameters and buffers, and fold them. Every rank must call this.
@@ -647,7 +646,7 @@ class Job:
             ValueError: the structure differs between ranks.
         """
         check_structure(find_tensors(self.state), self.world, "modules and parameters that are new in state")
-        make_equal(new, self.world)
+        self.world.broadcast_all([*new.values()])
         self.fold = self._make_fold(self.fold)
 
     def use_shares(self) -> None:

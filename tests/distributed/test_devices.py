@@ -51,9 +51,10 @@ UUIDS = ["GPU-3f1a0000-aaaa", "GPU-3f1a0000-bbbb", "GPU-77c00000-cccc"]
     ],
 )
 def test_a_wish_and_the_gpus_there_are_give_each_local_rank_a_device(
-    wish: str, gpus: int, indices: list[int | None]
+    wish: str, gpus: int, indices: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [choose_device(wish, gpus, rank, lambda: UUIDS) for rank in range(len(indices))]
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
+    found = [choose_device(wish, gpus, rank) for rank in range(len(indices))]
     assert found == [CPU if index is None else torch.device("cuda", index) for index in indices]
 
 
@@ -74,10 +75,13 @@ NOT_THERE = rf"must name GPUs that torch can see.*cuda:1 \({UUIDS[1]}\).*"
         (3, ["GPU-3f1a"], NOT_THERE + "{wish} names 2 of them"),
     ],
 )
-def test_a_wish_that_cannot_be_had_is_refused_with_what_can(gpus: int, wishes: list[str], said: str) -> None:
+def test_a_wish_that_cannot_be_had_is_refused_with_what_can(
+    gpus: int, wishes: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpu_uuids", lambda: UUIDS)
     for wish in wishes:
         with pytest.raises(ValueError, match=said.replace("{wish}", wish)) as refused:
-            choose_device(wish, gpus, 0, lambda: UUIDS)
+            choose_device(wish, gpus, 0)
         assert wish in str(refused.value)
 
 

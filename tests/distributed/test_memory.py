@@ -16,7 +16,7 @@ import ddp_loop as dl
 from ddp_loop.distributed import padded
 from ddp_loop.distributed.backend import STEP
 from ddp_loop.distributed.meetings import PART_BYTES
-from ddp_loop.distributed.memory import MemoryBackend
+from ddp_loop.distributed.piece_sums import add_pieces
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import (
     CPU,
@@ -157,14 +157,14 @@ def finish_again(length: int, calls: int) -> float:
     """The sum of a wait that begins anew, after Ctrl-C ended one in the middle of adding up part number `calls`."""
     left = [calls]
 
-    def interrupted(backend: MemoryBackend, *arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
-        usual(backend, *arguments)
+        usual(*arguments)
 
-    usual, total = MemoryBackend._add, torch.arange(float(length))
-    with mock.patch.object(MemoryBackend, "_add", interrupted), dl.join_world(exchange="memory") as world:
+    usual, total = add_pieces, torch.arange(float(length))
+    with mock.patch("ddp_loop.distributed.memory.add_pieces", interrupted), dl.join_world(exchange="memory") as world:
         work = world.start_sum(total)
         if world.rank == 0:
             with pytest.raises(KeyboardInterrupt):

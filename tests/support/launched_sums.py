@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -44,9 +44,8 @@ class LaunchedSum:
 
     whole: FlatSum
 
-    @property
-    def reduces_early(self) -> bool:
-        return self.whole.reduces_early
+    def __post_init__(self) -> None:
+        self.reduces_early = self.whole.reduces_early
 
     def empty(self) -> torch.Tensor:
         return self.whole.empty()
@@ -74,16 +73,16 @@ class LaunchingBackend:
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum:
         return LaunchedSum(self._backend.flat_sum(order, length, dtype, device))
 
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+    def wait(self, work: Work) -> None:
         if isinstance(work, Launched):
             self.under_way.append(work)
         else:
-            self._backend.wait(work, in_vain)
+            self._backend.wait(work)
 
     def synchronize(self) -> None:
         """Wait for all sums, as for a device."""
         while self.under_way:
-            self._backend.wait(self.under_way.pop(0).work, lambda: False)
+            self._backend.wait(self.under_way.pop(0).work)
 
 
 @contextmanager

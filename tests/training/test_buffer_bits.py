@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.distributed import assemble, columns, decode, encode
+from ddp_loop.distributed import columns, decode, encode
+from ddp_loop.distributed.encoding import assemble
 from tests.support.comparing import Tensors, is_same, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over
