@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from ddp_loop.monitor.axes import AXES, PARTS
 from ddp_loop.monitor.panels import Panels, whole_number
-from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
+from ddp_loop.monitor.run_list import ACTIONS, RunList
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_sweep, write_text
 
@@ -84,12 +84,9 @@ class AccessControl:
         if refused is None:
             await self._app(scope, receive, send_with_headers)
             return
-        status, why = refused
-        body = why.encode()
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-        headers.append((b"connection", b"close"))  # the rest of the request is not read
-        await send_with_headers({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        answer = _sent(*refused)
+        answer.headers["connection"] = "close"  # the rest of the request is not read
+        await answer(scope, receive, send_with_headers)
 
     def check(self, scope: Message) -> tuple[int, str] | None:
         """Return the status and the reason of a refusal; None for an allowed request."""
@@ -136,15 +133,11 @@ class AccessControl:
 
 
 if TYPE_CHECKING:
-    from starlette.datastructures import QueryParams
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
 
-Asked = TypeVar("Asked")
-Act: TypeAlias = Callable[
-    [Mapping[str, str], Asked], Answer
-]  # of the parameters of the path, and the query or the body
+Act: TypeAlias = Callable[[Mapping[str, str], Any], Answer]  # of the parameters of the path, and the query or the body
 TICK_S = 1.0
 QUIET_S = 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST = 50
@@ -177,21 +170,9 @@ class MonitorApp:
         self._turn = asyncio.Lock()
         self._made = -TICK_S
         self._sweeps = Sweeps(given)
-        self.panels = Panels(self._folder)
+        self.panels = Panels(self.folder_of)
         self._sweeps_turn = threading.Lock()
         self._views = lru_cache(MOST_VIEWS)(RunView)
-
-    def look(self) -> Snapshot:
-        """Return the state of all runs. Its times are whole seconds, so it changes at most once a second."""
-        return self.runs.look()
-
-    async def _look_now(self) -> Snapshot:
-        """Return the state, which is read once a tick for all open pages."""
-        async with self._turn:
-            if time.monotonic() - self._made >= 0.9 * TICK_S:
-                await asyncio.to_thread(self.look)
-                self._made = time.monotonic()
-            return self.runs.now
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events for one open page: first all runs, and then those that changed."""
@@ -200,7 +181,11 @@ class MonitorApp:
         self.open_pages += 1
         try:
             while not self.is_closing:
-                now = await self._look_now()
+                async with self._turn:  # the state is read once a tick for all open pages
+                    if time.monotonic() - self._made >= 0.9 * TICK_S:
+                        await asyncio.to_thread(self.runs.look)
+                        self._made = time.monotonic()
+                now = self.runs.now
                 if now.version != sent:
                     state = now.changes(sent)
                     sent = now.version
@@ -214,7 +199,7 @@ class MonitorApp:
         finally:
             self.open_pages -= 1
 
-    def _folder(self, key: str) -> Path:
+    def folder_of(self, key: str) -> Path:
         """Return a known run's folder.
 
         Raises:
@@ -226,7 +211,7 @@ class MonitorApp:
         return folder
 
     def _view(self, key: str) -> RunView:
-        return self._views(key, self._folder(key))
+        return self._views(key, self.folder_of(key))
 
     def card(self, key: str) -> Answer:
         """Return all about a run but its curves."""
@@ -266,23 +251,15 @@ class MonitorApp:
             return 500, f"The run folder cannot be written ({error.strerror})."
         return 202, {"said": "stopping"}
 
-    def write(self, key: str, what: str, body: bytes) -> Answer:
-        """Write a run's "note" or "name"."""
-        return write_text(self._folder(key), what, body)
-
-    def table(self, key: str, name: str) -> Answer:
-        """Return a run's table."""
-        return read_table(self._folder(key), name)
-
     def sweeps(self) -> Answer:
         """Return the sweeps of the runs."""
-        self.look()
+        self.runs.look()
         with self._sweeps_turn:
             return 200, {"sweeps": self._sweeps.look(self.runs.folders())}
 
     def ask_sweep(self, key: str, what: str, body: bytes = b"") -> Answer:
         """Ask a sweep to "stop", or to run trials "again"."""
-        self.look()
+        self.runs.look()
         with self._sweeps_turn:
             folder = self._sweeps.folder_of(key, self.runs.folders())
         if folder is None:
@@ -320,19 +297,19 @@ def _routes(site: MonitorApp) -> list[Route]:
 
     panels = site.panels
 
-    def reading(path: str, act: Act[QueryParams]) -> Route:
+    def reading(path: str, act: Act) -> Route:
         def read(request: Request) -> Response:  # Starlette calls it in a thread, as it reads files
-            return _sent(*_tried(act, request.path_params, request.query_params))
+            return _answered(act, request.path_params, request.query_params)
 
         return Route(f"/api/{path}", read, methods=["GET"])
 
-    def writing(path: str, act: Act[bytes]) -> Route:
+    def writing(path: str, act: Act) -> Route:
         async def write(request: Request) -> Response:
             try:
                 body = await asyncio.wait_for(request.body(), BODY_S)
             except TimeoutError:
                 return _sent(408, f"The body did not come within {BODY_S:.0f} s.")
-            return _sent(*await asyncio.to_thread(_tried, act, request.path_params, body))
+            return await asyncio.to_thread(_answered, act, request.path_params, body)
 
         return Route(f"/api/{path}", write, methods=["POST"])
 
@@ -340,17 +317,17 @@ def _routes(site: MonitorApp) -> list[Route]:
         return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels.answer(of["key"], what, asked))
 
     def text(what: str) -> Route:
-        return writing(f"runs/{{key:path}}/{what}", lambda of, body: site.write(of["key"], what, body))
+        return writing(f"runs/{{key:path}}/{what}", lambda of, body: write_text(site.folder_of(of["key"]), what, body))
 
     def sweep(what: str) -> Route:
         return writing(f"sweeps/{{key}}/{what}", lambda of, body: site.ask_sweep(of["key"], what, body))
 
     return [
-        reading("runs", lambda of, asked: (200, site.look().changes())),
+        reading("runs", lambda of, asked: (200, site.runs.look().changes())),
         reading("sweeps", lambda of, asked: site.sweeps()),
         reading("runs/{key:path}/curves", lambda of, asked: site.curves(of["key"], asked)),
         reading("runs/{key:path}/values", lambda of, asked: site.values(of["key"], asked.get("name", ""))),
-        reading("runs/{key:path}/tables/{name}", lambda of, asked: site.table(of["key"], of["name"])),
+        reading("runs/{key:path}/tables/{name}", lambda of, asked: read_table(site.folder_of(of["key"]), of["name"])),
         reading("runs/{key:path}/images/{number}", lambda of, asked: panels.image(of["key"], of["number"])),
         *map(panel, ("console", "usage", "texts", "images")),
         *map(text, ("note", "name")),
@@ -361,21 +338,19 @@ def _routes(site: MonitorApp) -> list[Route]:
     ]
 
 
-def _tried(act: Act[Asked], of: Mapping[str, str], asked: Asked) -> Answer:
+def _answered(act: Act, of: Mapping[str, str], asked: Any) -> Response:
     try:
-        return act(of, asked)
+        return _sent(*act(of, asked))
     except Refused as error:
-        return error.answer
+        return _sent(*error.answer)
 
 
 def _sent(status: int, body: Mapping[str, Any] | str | bytes) -> Response:
     from starlette.responses import Response
 
     kind = "image/png" if isinstance(body, bytes) else "application/json" if status < 300 else "text/plain"
-    text = body if isinstance(body, str | bytes) else _json(body)
-    content = (
-        text if isinstance(text, bytes) else text.encode(errors="replace")
-    )  # half a surrogate of a file is no UTF-8
+    text = body if isinstance(body, str | bytes) else json.dumps(body, allow_nan=False, separators=(",", ":"))
+    content = text.encode(errors="replace") if isinstance(text, str) else text  # half a surrogate is no UTF-8
     return Response(content, status, media_type=kind)
 
 
@@ -387,7 +362,3 @@ def _names_in(text: str) -> list[str] | None:
         return None
     is_good = isinstance(found, list) and len(found) <= MOST_NAMES and all(isinstance(one, str) for one in found)
     return found if is_good else None
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))

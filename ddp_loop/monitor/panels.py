@@ -122,16 +122,14 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
     for entry in texts.entries:
         many[entry.name] = many.get(entry.name, 0) + 1
     listed: list[dict[str, Any]] = []
-    number = len(texts)
     has_older = False
     for entry in reversed(texts.entries):
-        number -= 1
-        if (name is None or entry.name == name) and (before is None or number < before):
+        if (name is None or entry.name == name) and (before is None or entry.number < before):
             if len(listed) == MOST_LISTED:
                 has_older = True
                 break
-            place = {"number": number, "name": entry.name, "epoch": entry.epoch, "iteration": entry.iteration}
-            listed.append({**place, "start": entry.start, "letters": entry.letters})
+            parts = ("number", "name", "epoch", "iteration", "start", "letters")
+            listed.append({part: getattr(entry, part) for part in parts})
     return {
         "names": [[one, count] for one, count in list(many.items())[:MOST_NAMES]],
         "texts": listed,
@@ -152,11 +150,9 @@ def one_text(texts: EntryList, number: int) -> Answer:
 def images_by_name(images: EntryList) -> dict[str, Any]:
     """Return the numbers, steps and sizes of the newest images, by name; the name that was logged last is first."""
     found: dict[str, list[list[int]]] = {}
-    number = len(images)
     left_out = images.dropped
     for entry in reversed(images.entries):
-        number -= 1
-        one = [number, entry.iteration, entry.width, entry.height]
+        one = [entry.number, entry.iteration, entry.width, entry.height]
         steps = found.setdefault(entry.name, []) if entry.name in found or len(found) < MOST_NAMES else None
         if steps is None or len(steps) == MOST_STEPS:
             left_out += 1

@@ -8,13 +8,15 @@ size of a file matters. An image is sent only if it has the form that `log_image
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 import struct
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,23 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HEAD = struct.pack(">I", 13) + b"IHDR"
 
 
+@contextmanager
+def regular_file(path: Path | str, folder: int | None = None) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file, and yield its descriptor and what it is. Links are not followed, pipes are not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        form = os.fstat(file)
+        if not stat.S_ISREG(form.st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+        yield file, form
+    finally:
+        os.close(file)
+
+
 # -- lines with a name: texts and images -------------------------------------------------------------------
 
 
@@ -56,6 +75,7 @@ class Entry:
     """A line of texts.jsonl or images.jsonl.
 
     Attributes:
+        number: in the file, counted from 0, without lines that are none.
         at, size: its place in the file, in bytes.
         name: of the text or image.
         epoch, iteration: where it was logged.
@@ -64,6 +84,7 @@ class Entry:
         width, height: of the image.
     """
 
+    number: int
     at: int
     size: int
     name: str
@@ -104,24 +125,14 @@ class EntryList:
     def look(self) -> None:
         """Read the lines that are new."""
         try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            with regular_file(self._path) as (file, form), suppress(OSError):  # the disk fails: the next look tries again
+                known = os.pread(file, len(self._before), self._at - len(self._before))
+                if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
+                    self._forget()
+                self._file = (form.st_dev, form.st_ino)
+                self._read(file, form.st_size)
         except OSError:
             self._forget()
-            return
-        try:
-            form = os.fstat(file)
-            if not stat.S_ISREG(form.st_mode):
-                self._forget()
-                return
-            known = os.pread(file, len(self._before), self._at - len(self._before))
-            if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
-                self._forget()
-            self._file = (form.st_dev, form.st_ino)
-            self._read(file, form.st_size)
-        except OSError:
-            pass  # the disk fails: the next look tries again
-        finally:
-            os.close(file)
 
     def _read(self, file: int, size: int) -> None:
         deadline = time.monotonic() + READ_S
@@ -164,7 +175,7 @@ class EntryList:
         width, height = (count(found.get(side)) or 0 for side in ("width", "height"))
         start = text[:MOST_START]
         epoch = count(found.get("epoch"))
-        return Entry(at, len(line), name[:MOST_NAME], epoch, iteration, start, len(text), width, height)
+        return Entry(len(self), at, len(line), name[:MOST_NAME], epoch, iteration, start, len(text), width, height)
 
     def __len__(self) -> int:
         return self.dropped + len(self.entries)
@@ -176,13 +187,8 @@ class EntryList:
 
     def text_of(self, entry: Entry) -> str | None:
         """Return the whole text of an entry; None if the file is a different one by now."""
-        with suppress(OSError):
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-            try:
-                found = object_of(os.pread(file, entry.size, entry.at)) or {}
-            finally:
-                os.close(file)
-            text = found.get(self._part)
+        with suppress(OSError), regular_file(self._path) as (file, _):
+            text = (object_of(os.pread(file, entry.size, entry.at)) or {}).get(self._part)
             if isinstance(text, str) and text[:MOST_START] == entry.start:
                 return text[:MOST_TEXT]
         return None
@@ -250,15 +256,8 @@ def read_console(run: Path, name: str, first: int | None = None, before: int | N
     if not CONSOLE_FILE.fullmatch(name):
         return 404, "There is no such output."
     try:
-        with opened(run / CONSOLE) as folder:
-            file = os.open(f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            form = os.fstat(file)
-            if not stat.S_ISREG(form.st_mode):
-                return 404, "There is no such output."
+        with opened(run / CONSOLE) as folder, regular_file(f"{name}.log", folder) as (file, form):
             return 200, {"name": name, "file": str(form.st_ino), **_piece(file, form.st_size, first, before)}
-        finally:
-            os.close(file)
     except OSError:
         return 404, "There is no such output."
 

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ class RunList:
             runs[folder] = run
             is_changed = run.look(deadline)
             known = self.now.lines.get(run.key)
-            lines[run.key] = (version, _json(run.summary())) if is_changed or known is None else known
+            lines[run.key] = (version, _json(run.said)) if is_changed or known is None else known
         self._runs = runs
         removed = {key: at for key, at in self.now.removed.items() if key not in lines}
         removed |= {key: version for key in self.now.lines if key not in lines}
@@ -195,13 +195,18 @@ class RunList:
         if folder not in self._keys:
             parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
             base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)
-            key = base
-            number = 1
-            while key in self._keys.values():
-                number += 1
-                key = f"{base}-{number}"
-            self._keys[folder] = key
+            self._keys[folder] = free_key(base, self._keys.values())
         return self._keys[folder]
+
+
+def free_key(base: str, taken: Collection[str]) -> str:
+    """Return a key that is not taken: the base, or the base and a number."""
+    key = base
+    number = 1
+    while key in taken:
+        number += 1
+        key = f"{base}-{number}"
+    return key
 
 
 def _named(path: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_json, read_text
-from ddp_loop.reporting import TRIAL, plain_reason, state_of
+from ddp_loop.reporting import TRIAL, plain_reason, state_of, total_steps
 
 _NOTHING_YET = "no run has begun in this folder yet: Loop(run_dir=...) begins one here"
 _NO_FOLDER = "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
@@ -67,10 +67,7 @@ class RunState:
 
     def total(self) -> int | None:
         """Return the number of steps of the whole run, if it is known."""
-        have = self._extent
-        by_epochs = have["epochs"] * have["steps_per_epoch"] if {"epochs", "steps_per_epoch"} <= have.keys() else None
-        found = [number for number in (have.get("steps"), by_epochs) if number]
-        return min(found) if found else None
+        return total_steps(self._extent)
 
     def fraction(self, iteration: int) -> float | None:
         """Return how far a run with so many steps is, from 0 to 1, if that is known."""

@@ -28,7 +28,16 @@ from ddp_loop.checkpoint import (
 )
 from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
-from ddp_loop.monitor.series import MetricSeries, Values, end_of, extremes, nothing_for_nan, places_of, thin_out
+from ddp_loop.monitor.series import (
+    MetricSeries,
+    Values,
+    end_of,
+    extremes,
+    nothing_for_nan,
+    places_of,
+    thin_out,
+    updates,
+)
 from ddp_loop.reporting import JsonlTail, TailUpdate
 from ddp_loop.smoothing import smooth
 
@@ -70,16 +79,13 @@ class RunView:
 
     def _poll(self) -> None:
         self._run.look()
-        if self._run.state not in ("missing", "gone"):
-            self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
-            self._read()
-
-    def _read(self) -> None:
+        if self._run.state in ("missing", "gone"):
+            return
+        self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
         deadline = time.monotonic() + READ_S
         self._is_behind = False
         for tail, series in zip(self._tails, (self._rows, self._evaluations, self._logged, None), strict=True):
-            while True:
-                update = tail.poll()
+            for update in updates(tail, deadline):
                 if series is None:
                     self._take_ranks(update)
                 else:
@@ -88,11 +94,7 @@ class RunView:
                         self._generation += 1
                     series.extend(update.rows)
                     self._lines += len(update.rows)
-                if not update.more:
-                    break
-                if time.monotonic() > deadline:
-                    self._is_behind = True
-                    break
+            self._is_behind |= update.more
 
     def _take_ranks(self, update: TailUpdate) -> None:
         if update.anew:

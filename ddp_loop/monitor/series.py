@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.reporting import Columns, columns_of
+from ddp_loop.reporting import Columns, JsonlTail, TailUpdate, columns_of
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
 _KEYS = ("iteration", "epoch")
 
 Values = npt.NDArray[np.float64]
+
+
+def updates(tail: JsonlTail, deadline: float) -> Iterator[TailUpdate]:
+    """Yield what is new in a file; one update at least, and none after the deadline, by time.monotonic()."""
+    while True:
+        update = tail.poll()
+        yield update
+        if not update.more or time.monotonic() > deadline:
+            return
 
 
 class MetricSeries:

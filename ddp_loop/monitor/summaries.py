@@ -67,6 +67,7 @@ class RunSummary:
 
     Attributes:
         is_behind: whether there is more to read now.
+        said: the line, as JSON values; `version` changes whenever the curves do.
     """
 
     def __init__(self, key: str, name: str, folder: Path) -> None:
@@ -77,7 +78,7 @@ class RunSummary:
         self._run = RunState(folder)
         self._record = RunRecord(name, folder, "waiting")
         self._form: Form = ()
-        self._said: dict[str, Any] = {}
+        self.said: dict[str, Any] = {}
 
     def look(self, deadline: float) -> bool:
         """Read what changed, and return whether the page must know.
@@ -90,13 +91,13 @@ class RunSummary:
             return False
         is_other = form != self._form
         self._form = form
-        before = self._said
+        before = self.said
         self._run.look()
         if is_other or self.is_behind:
             self._record = read_run(self.folder, deadline=deadline)
             self.is_behind = self._record.is_behind
-        self._said = self._sum_up()
-        return is_other or self._said != before
+        self.said = self._sum_up()
+        return is_other or self.said != before
 
     def _form_now(self) -> Form:
         """Return name, time and size of each file that matters, after whether the folder exists."""
@@ -113,10 +114,6 @@ class RunSummary:
         return tuple(sorted(found))
 
     # -- what the page shows -------------------------------------------------------------------------------
-
-    def summary(self) -> dict[str, Any]:
-        """Return the line, as JSON values; `version` changes whenever the curves do."""
-        return self._said
 
     def _sum_up(self) -> dict[str, Any]:
         run = self._run

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import NOTE, STOP, TABLES, TITLE, bytes_of, opened, read_json, write_text_atomic
+from ddp_loop.monitor.run_list import free_key
 from ddp_loop.monitor.run_state import count, finite, text_of
 from ddp_loop.reporting import (
     FAILED_TRIAL,
@@ -134,12 +135,7 @@ class Sweeps:
         for folder in found:
             if folder not in self._keys:
                 base = re.sub(r"[^\w.,=+@-]", "-", folder.name) or "sweep"
-                key = base
-                number = 1
-                while key in self._keys.values():
-                    number += 1
-                    key = f"{base}-{number}"
-                self._keys[folder] = key
+                self._keys[folder] = free_key(base, self._keys.values())
         return found
 
     def _about(self, folder: Path, keys: list[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddp_loop.checkpoint import USAGE, opened
 from ddp_loop.monitor.run_state import finite
+from ddp_loop.monitor.series import updates
 from ddp_loop.reporting import JsonlTail
 
 MEASURES = ("processor_percent", "memory_mib", "gpu_percent", "gpu_memory_mib")
@@ -31,10 +32,6 @@ class UsageSeries:
     """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove all points."""
         self.elapsed = array("d")
         self._lines = 0
         self._every = 1
@@ -113,18 +110,14 @@ class UsageView:
         self._ranks = {rank: known for rank, known in self._ranks.items() if rank in there}
         for rank in there:
             path = self._folder / f"rank-{rank}.jsonl"
-            tail, series = self._ranks.setdefault(rank, (JsonlTail(path, follow=False), UsageSeries()))
-            while True:
-                update = tail.poll()
+            tail, series = self._ranks.get(rank) or (JsonlTail(path, follow=False), UsageSeries())
+            for update in updates(tail, deadline):
                 if update.anew:
-                    series.clear()
+                    series = UsageSeries()
                 for line in update.rows:
                     series.add(line)
-                if not update.more:
-                    break
-                if time.monotonic() > deadline:
-                    is_behind = True
-                    break
+            is_behind |= update.more
+            self._ranks[rank] = (tail, series)
         return {
             "is_behind": is_behind,
             "ranks": [{"rank": rank, **self._ranks[rank][1].shown()} for rank in there],
