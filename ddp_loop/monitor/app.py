@@ -90,10 +90,10 @@ class AccessControl:
 
     def check(self, scope: Message) -> tuple[int, str] | None:
         """Return the status and the reason of a refusal; None for an allowed request."""
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        one = {name: values[0] for name, values in headers.items() if len(values) == 1}
+        from starlette.datastructures import Headers
+
+        headers = Headers(scope=scope)
+        one = {name: value for name, value in headers.items() if len(headers.getlist(name)) == 1}
         address = (scope.get("server") or ("", 0))[0]
         if not self._is_own(f"//{one.get('host', '')}", address):
             return 403, "This page answers only to its own address. Open the link that the monitor printed."
@@ -107,7 +107,7 @@ class AccessControl:
             return None  # also after a link on another site
         if one.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "This page refuses requests from other sites."
-        given = headers.get(TOKEN_HEADER, [])
+        given = headers.getlist(TOKEN_HEADER)
         if not given:
             return 401, f"The header {TOKEN_HEADER} has no token. Open the link that the monitor printed."
         if len(given) > 1 or not hmac.compare_digest(given[0].encode("latin-1"), self._token):

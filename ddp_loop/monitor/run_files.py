@@ -125,7 +125,10 @@ class EntryList:
     def look(self) -> None:
         """Read the lines that are new."""
         try:
-            with regular_file(self._path) as (file, form), suppress(OSError):  # the disk fails: the next look tries again
+            with (
+                regular_file(self._path) as (file, form),
+                suppress(OSError),
+            ):  # the disk fails: the next look tries again
                 known = os.pread(file, len(self._before), self._at - len(self._before))
                 if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
                     self._forget()

@@ -111,25 +111,18 @@ class RunView:
         """Return all but the curves, as JSON values."""
         with self._turn:
             self._poll()
-            rows = self._rows
             run = self._run
             last = self._rows.last()
-            iteration = run.iteration(last.get("iteration"))
-            total = run.total()
-            elapsed_s, rest_s, speed = self._times(iteration, total)
+            about = run.about(last.get("iteration"))
+            elapsed_s, rest_s, speed = self._times(about["iteration"], about["steps"])
             return {
                 "key": self.key,
                 "folder": str(self.folder),
                 "version": self._version(),
-                "state": run.state,
-                "says": run.says(iteration),
+                **about,
                 "why": run.why(),
-                "rows": len(rows),
-                "iteration": iteration,
-                "steps": total,
+                "rows": len(self._rows),
                 "epoch": last.get("epoch") or None,
-                "epochs": run.epochs,
-                "fraction": run.fraction(iteration),
                 "elapsed_s": elapsed_s,
                 "remaining_s": rest_s,
                 "samples_per_s": speed,
@@ -141,7 +134,6 @@ class RunView:
                 "profile": self._profile,
                 "problems": self._problems(),
                 "continue": self._continue(),
-                "can_stop": run.is_active and run.state == "running",
             }
 
     def _version(self) -> str:

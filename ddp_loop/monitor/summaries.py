@@ -116,9 +116,7 @@ class RunSummary:
     # -- what the page shows -------------------------------------------------------------------------------
 
     def _sum_up(self) -> dict[str, Any]:
-        run = self._run
         record = self._record
-        iteration = run.iteration(record.steps)
         values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
         values |= {name: value for name, value in record.logged.items() if name not in values}
         return {
@@ -127,13 +125,8 @@ class RunSummary:
             "path": self.name,
             "folder": str(self.folder),
             "version": ".".join(f"{at}-{size}" for name, at, size in self._form if name in (ROWS, EVALUATIONS)),
-            "state": run.state,
-            "says": run.says(iteration),
-            "fraction": run.fraction(iteration),
-            "iteration": iteration,
-            "steps": run.total(),
+            **self._run.about(record.steps),
             "epoch": record.epoch or None,
-            "epochs": run.epochs,
             "began": record.began,
             "elapsed_s": self._elapsed(),
             "last": {name: value.last if isfinite(value.last) else None for name, value in values.items()},
@@ -142,7 +135,6 @@ class RunSummary:
             "trial": self._trial(),
             "note": record.note or None,
             "tables": self._tables(),
-            "can_stop": run.is_active and run.state == "running",
         }
 
     def _elapsed(self) -> int | None:

@@ -117,7 +117,12 @@ def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[s
     where = folder or (None if "folder" not in given else path.parent / given["folder"])
     if where is None:
         raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
-    return make_plan(_job_of(given, path), given.get("points", given.get("space")), given), where, given
+    job: Job
+    if "script" in given:
+        job = ScriptJob(path.parent / given["script"], tuple(map(str, given.get("arguments", ()))))
+    else:
+        job = FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
+    return make_plan(job, given.get("points", given.get("space")), given), where, given
 
 
 def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
@@ -221,12 +226,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if ("space" in given) == ("points" in given):
         raise ValueError(f"{path} must have either a table [space] or a list [[points]].")
     return given
-
-
-def _job_of(given: Mapping[str, Any], path: Path) -> Job:
-    if "script" in given:
-        return ScriptJob(path.parent / given["script"], tuple(map(str, given.get("arguments", ()))))
-    return FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
 
 
 def _plan_of(facts: Mapping[str, Any]) -> SweepPlan:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from ddp_loop.distributed import check_call, run_script
 from ddp_loop.sweeps.space import Scalar, nearest
@@ -24,49 +24,23 @@ _HELP_S = 120.0  # for a script's --help, which imports torch
 _GIT_S = 10.0
 
 
-class Job(Protocol):
-    """What a sweep runs, once for each trial."""
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether trials run one after the other in the same processes."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The job as JSON, from which `read_job` makes it again."""
-
-    @property
-    def file(self) -> Path | None:
-        """The file with its code."""
-
-    def check(self, names: Sequence[str]) -> None:
-        """Raise ValueError unless the job takes parameters of these names."""
-
-    def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
-        """Run a trial on this rank."""
-
-    def arguments(self, parameters: Mapping[str, Scalar], folder: str) -> list[str]:
-        """The trial's arguments in words."""
-
-
 @dataclass(frozen=True)
 class FunctionJob:
     """A function that is called with a trial's parameters as keywords, and with its run folder as `run_dir`.
 
     Attributes:
+        is_warm: whether trials run one after the other in the same processes.
         function: called on each rank of a trial.
         keywords: further keywords, the same for all trials.
     """
 
+    is_warm: ClassVar[bool] = True
     function: Callable[..., object]
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_warm(self) -> bool:
-        return True
-
-    @property
     def file(self) -> Path | None:
+        """The file with its code."""
         with suppress(TypeError):
             if (found := inspect.getsourcefile(inspect.unwrap(self.function))) is not None:
                 return Path(found).resolve()
@@ -74,10 +48,12 @@ class FunctionJob:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """The job as JSON, from which `read_job` makes it again."""
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         return {"function": f"{self.file}:{name}", "keywords": {key: repr(one) for key, one in self.keywords.items()}}
 
     def check(self, names: Sequence[str]) -> None:
+        """Raise ValueError unless the job takes parameters of these names."""
         check_call(self.function, self.keywords)
         try:
             taken = inspect.signature(self.function).parameters
@@ -97,9 +73,11 @@ class FunctionJob:
             raise ValueError(f"{twice[0]!r} is in the space, and is given otherwise too. Remove it from one of them.")
 
     def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
+        """Run a trial on this rank."""
         return self.function(**self.keywords, **parameters, run_dir=folder)
 
     def arguments(self, parameters: Mapping[str, Scalar], folder: str) -> list[str]:
+        """The trial's arguments in words."""
         return [f"{name}={value!r}" for name, value in {**self.keywords, **parameters, RUN_DIR: folder}.items()]
 
 
@@ -110,16 +88,14 @@ class ScriptJob:
     `learning_rate=0.1` becomes `--learning-rate 0.1`; True becomes the option alone, False and None leave it out.
 
     Attributes:
+        is_warm: a script may change its process in any way, so each trial has new ones.
         script: its path.
         words: further arguments, the same for all trials.
     """
 
+    is_warm: ClassVar[bool] = False
     script: Path
     words: tuple[str, ...] = ()
-
-    @property
-    def is_warm(self) -> bool:
-        return False  # a script may change its process in any way
 
     @property
     def file(self) -> Path | None:
@@ -127,7 +103,7 @@ class ScriptJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"script": str(self.script.resolve()), "arguments": list(self.words)}
+        return {"script": str(self.file), "arguments": list(self.words)}
 
     def check(self, names: Sequence[str]) -> None:
         if not self.script.is_file():
@@ -149,6 +125,9 @@ class ScriptJob:
             elif value is not None and value is not False:
                 words.append(f"{_option(name)}={value}")  # one word: a negative number would look like an option
         return [*words, f"{_option(RUN_DIR)}={folder}"]
+
+
+Job: TypeAlias = FunctionJob | ScriptJob  # what a sweep runs, once for each trial
 
 
 def _name_of(function: object) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-PRUNERS = ("median", "halving", "hyperband")
+PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
 FIRST = 4  # trials that end before the median pruner compares
 DIRECTIONS = ("minimize", "maximize")
 USUAL: dict[str, Any] = {
@@ -57,11 +57,6 @@ class SweepPlan:
     def ranks(self) -> int:
         """The ranks of each trial."""
         return int(self.facts["ranks"])
-
-    @property
-    def beat_s(self) -> int:
-        """The seconds between two heartbeats."""
-        return int(self.facts["heartbeat_s"])
 
 
 def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
@@ -117,15 +112,11 @@ def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
     Raises:
         ValueError: there is none of this name.
     """
-    from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, SuccessiveHalvingPruner
+    from optuna.pruners import BasePruner, MedianPruner
 
     if given is None or isinstance(given, BasePruner):
         return given
     if given == "median":
         return MedianPruner(n_startup_trials=FIRST)
-    if given == "halving":
-        return SuccessiveHalvingPruner()
-    if given == "hyperband":
-        return HyperbandPruner()
-    made: BasePruner = make_named("pruner", str(given), PRUNERS)
+    made: BasePruner = make_named("pruner", PRUNERS.get(str(given), str(given)), list(PRUNERS))
     return made

@@ -130,9 +130,8 @@ def run_sweep(plan: SweepPlan, folder: Path, slots: int | None, storage: str | N
         OSError, ValueError: as in `sweep`.
     """
     places = places_of(slots, plan.ranks)
-    folder = folder.absolute()
     with begun(plan, folder, storage) as (resumed, queue):
-        return _work(resumed, folder, queue, storage or f"sqlite:///{folder / STUDY}", places, say)
+        return _work(resumed, folder.absolute(), queue, places, say)
 
 
 @contextmanager
@@ -169,12 +168,12 @@ def help_sweep(plan: SweepPlan, folder: Path, slots: int | None, url: str, say: 
             forget_stop(folder)
         if not queue.facts.get(READY):
             raise ValueError(f"The sweep in {folder} was not begun. Start it first, then its workers.")
-        return _work(plan, folder, queue, url, places, say)
+        return _work(plan, folder, queue, places, say)
 
 
 def _open(plan: SweepPlan, url: str, folder: Path, direction: str | None = None) -> TrialQueue:
-    name = folder.absolute().name
-    return TrialQueue(url, name, beat_s=plan.beat_s, grace_s=GRACE * plan.beat_s, direction=direction)
+    beat_s = plan.facts["heartbeat_s"]
+    return TrialQueue(url, folder.name, beat_s=beat_s, grace_s=GRACE * beat_s, direction=direction)
 
 
 def _claim_study(queue: TrialQueue, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -206,10 +205,10 @@ def _write_endings(folder: Path, queue: TrialQueue) -> None:
 
 
 def _work(
-    plan: SweepPlan, folder: Path, queue: TrialQueue, url: str, places: Sequence[Mapping[str, str]], say: Say
+    plan: SweepPlan, folder: Path, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say
 ) -> list[TrialResult]:
     worker = SweepWorker(plan, folder, queue, places[: plan.space.trials], say)  # no more of them can run at once
-    with stopped_by_signals(worker, say), failures_explained(url):
+    with stopped_by_signals(worker, say), failures_explained(queue.url):
         worker.run()
     if worker.stopped is not None:
         say(f"The sweep was stopped by {worker.stopped}. Start it again to go on.")

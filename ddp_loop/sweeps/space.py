@@ -168,7 +168,12 @@ def _from_parameters(
 ) -> Space:
     if not space:
         raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
-    choices = {name: _choices(name, values) for name, values in space.items() if _is_choice(values)}
+    choices: dict[str, list[Scalar]] = {}
+    for name, values in space.items():
+        if isinstance(values, Iterable) and not isinstance(values, Mapping | str):
+            choices[name] = [_scalar(name, value) for value in values]
+            if not choices[name]:
+                raise ValueError(f"The grid is empty: {name} has no value. Give it at least one.")
     distributions = {
         name: _categorical(choices[name]) if name in choices else _distribution(name, space[name])
         for name in _named(space)
@@ -199,17 +204,6 @@ def _named(names: Iterable[object]) -> list[str]:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"A parameter's name must be a Python identifier, such as learning_rate. Got {name!r}.")
     return [str(name) for name in names]
-
-
-def _is_choice(values: object) -> bool:
-    return isinstance(values, Iterable) and not isinstance(values, Mapping | str)
-
-
-def _choices(name: str, values: Iterable[Any]) -> list[Scalar]:
-    listed = [_scalar(name, value) for value in values]
-    if not listed:
-        raise ValueError(f"The grid is empty: {name} has no value. Give it at least one.")
-    return listed
 
 
 def _scalar(name: str, value: Any) -> Scalar:

@@ -86,16 +86,13 @@ def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     if before is None and (folder / SWEEP).exists():
         raise ValueError(f"{folder / SWEEP} is damaged. Restore it, or choose another folder.")
     if before is None and folder.exists():
-        others = sorted(one.name for one in folder.iterdir() if not _is_of_killed_start(one))
+        names = sorted(one.name for one in folder.iterdir())
+        # A start that was killed before it wrote sweep.json leaves its lock and a temporary file.
+        others = [name for name in names if name != SWEEP_LOCK and not name.startswith(f".{SWEEP}-")]
         if others:
             raise ValueError(f"{folder} has files, and no sweep: {others[0]}. Choose an empty folder or a new one.")
     _check_same(folder, before or {}, json.loads(json.dumps(dict(facts))))
     return before or {}
-
-
-def _is_of_killed_start(path: Path) -> bool:
-    """Whether a sweep that was killed before it wrote sweep.json leaves this."""
-    return path.name == SWEEP_LOCK or path.name.startswith(f".{SWEEP}-")
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -205,23 +202,22 @@ def has_requests(folder: Path) -> bool:
     return any((folder / AGAIN).glob("*.json"))
 
 
-@contextmanager
-def requests_of(folder: Path) -> Iterator[dict[Path, list[int]]]:
-    """The trials that shall run again, by the file of each request; nothing while another worker reads them.
+def answer_requests(folder: Path, again: Callable[[list[int], str], None]) -> None:
+    """Have the trials run again that are asked for, unless another worker does that now.
 
-    The file is removed after the storage has the attempts, so a kill in between loses no request.
+    Args:
+        folder: of the sweep.
+        again: puts trials in line, by the name of the request. The file of the request is removed after that, so a kill
+            in between loses no request.
     """
     if not has_requests(folder):
-        yield {}
         return
     try:
         lock = FileLock(folder / AGAIN / SWEEP_LOCK, "worker")
     except Locked:  # it also writes into the trials' folders, which a second one would overwrite
-        yield {}
         return
     with closing(lock):
-        found = {path: (read_json(path) or {}).get("trials") for path in sorted((folder / AGAIN).glob("*.json"))}
-        yield {
-            path: [one for one in listed if type(one) is int] if isinstance(listed, list) else []
-            for path, listed in found.items()
-        }
+        for path in sorted((folder / AGAIN).glob("*.json")):
+            listed = (read_json(path) or {}).get("trials")
+            again([one for one in listed if type(one) is int] if isinstance(listed, list) else [], path.name)
+            path.unlink(missing_ok=True)

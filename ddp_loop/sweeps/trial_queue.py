@@ -96,6 +96,7 @@ class TrialQueue:
         direction: "minimize" or "maximize"; creates the study if it is missing. None demands that it is there.
 
     Attributes:
+        url: of the storage.
         patience: how long failures of the storage are waited out.
 
     Raises:
@@ -107,6 +108,7 @@ class TrialQueue:
         require_optuna()
         import optuna
 
+        self.url = url
         self._grace_s = grace_s
         self._turn = threading.RLock()
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
@@ -135,10 +137,10 @@ class TrialQueue:
         except KeyError:
             raise StorageUnreachable(f"The storage has no sweep named {name!r}. Start it there first.") from None
 
-    def _load(self, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> optuna.Study:
+    def _load(self, sampler: BaseSampler | None = None) -> optuna.Study:
         import optuna
 
-        return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler, pruner=pruner)
+        return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler)
 
     # -- what the study is ---------------------------------------------------------------------------------
 
@@ -218,8 +220,8 @@ class TrialQueue:
         import optuna
 
         with self._turn:
-            in_line = [(one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL], one) for one in self._frozen("WAITING")]
-            for _, _, waiting in sorted(in_line, key=lambda one: one[:2]):
+            in_line = lambda one: (one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL])  # noqa: E731
+            for waiting in sorted(self._frozen("WAITING"), key=in_line):
                 key = waiting._trial_id
                 try:
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
@@ -320,7 +322,7 @@ class TrialQueue:
     def beat(self) -> list[Claim]:
         """Record a heartbeat of each attempt of this worker; returns those that were given to another worker."""
         file = self._backend.engine.url.database
-        if self._backend.url.startswith("sqlite") and file and not Path(file).exists():  # open connections would go on
+        if self.url.startswith("sqlite") and file and not Path(file).exists():  # open connections would go on
             raise StorageUnreachable(
                 f"The sweep's storage {file} was removed while the sweep ran. Running trials were stopped with "
                 "checkpoints. Put it back, or start the sweep again: each trial then begins at its newest checkpoint."
@@ -407,7 +409,8 @@ class TrialQueue:
 
     def _add_again(self, one: FrozenTrial, facts: Mapping[str, Any] | None = None) -> None:
         known = one.user_attrs
-        attributes = {**(facts or {}), **{name: known[name] for name in (FIXED,) if name in known}}
+        fixed = {FIXED: known[FIXED]} if FIXED in known else {}
+        attributes = {**(facts or {}), **fixed}
         self._add(known[TRIAL], known[ATTEMPT] + 1, one.params, one.distributions, attributes, one.intermediate_values)
 
     def close(self) -> None:

@@ -334,7 +334,10 @@ def explain_halves(one: Trace, halved: Trace) -> str | None:
     floor = 0.1 * rounding_of(one)
     for step, turn, (shards, halves) in _cuts(one, halved):
         pairs = _pairs(shards, halves, one)
-        reason = _of_loss(pairs, shards, floor) or _of_metrics(shards, halves)
+        reason = None
+        if pairs:
+            reason = _of_sum(pairs, floor) if shards[pairs[0].number].reduction == "sum" else _of_mean(pairs)
+        reason = reason or _of_metrics(shards, halves)
         if reason is not None:
             return f"In step {step}, {turn}{reason}"
     return None
@@ -433,14 +436,6 @@ def _pairs(shards: _Cut, parts: _Cut, trace: Trace) -> list[_Pair]:
 
 
 # -- reasons -----------------------------------------------------------------------------------------------
-
-
-def _of_loss(pairs: list[_Pair], shards: _Cut, floor: float) -> str | None:
-    if not pairs:
-        return None
-    if shards[pairs[0].number].reduction == "sum":
-        return _of_sum(pairs, floor)
-    return _of_mean(pairs)
 
 
 def _of_sum(pairs: list[_Pair], floor: float) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ddp_loop.data import Cut
 from ddp_loop.distributed import RankFailed, launch, run_script, sharing_gpus
 from ddp_loop.tracing.compare import (
+    KINDS,
     Mismatch,
     compare_values,
     counted,
@@ -110,20 +111,6 @@ def last_output(folder: Path, lines: int = 12) -> str:
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 
-_KINDS = {
-    "row": "the losses and metrics",
-    "gradient": "the gradients",
-    "parameter": "the parameters",
-    "buffer": "the buffers",
-    "state": "the optimizer's and other state",
-}
-
-
-def _share(tolerances: float) -> str:
-    """`12.00% of`, `3,053 times`."""
-    return f"{tolerances:.2%} of" if tolerances < 10 else f"{tolerances:,.0f} times"
-
-
 def _ranks(trace: Trace) -> str:
     return counted(trace.head["ranks"], "rank")
 
@@ -188,7 +175,7 @@ class _Verdict:
     """
 
     problem: str | None
-    lines: tuple[str, ...] = ()
+    lines: Sequence[str] = ()
     same_bits: bool = False
     may_be_rounding: bool = False
     where: str | None = None
@@ -297,8 +284,8 @@ def _against(reference: list[Trace], found: list[Trace], tolerance: float | None
         lines += [f"{which}{line}" for line in verdict.lines]
         same = same and verdict.same_bits
         if verdict.problem is not None:
-            return replace(verdict, lines=tuple(lines))
-    return _Verdict(None, tuple(lines), same)
+            return replace(verdict, lines=lines)
+    return _Verdict(None, lines, same)
 
 
 def _following(reference: list[Trace], found: list[Trace], job: VerifyJob, folder: Path) -> _Verdict:
@@ -331,11 +318,11 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
     if parting is None:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
-    lines = tuple(
-        f"largest difference of {_KINDS[kind]}: `{each.name}` in step {each.step}, {_share(each.tolerances)} the "
-        "tolerance for rounding"
-        for kind, each in largest.items()
-    )
+    lines = []
+    for kind, each in largest.items():
+        share = f"{each.tolerances:.2%} of" if each.tolerances < 10 else f"{each.tolerances:,.0f} times"
+        largest_of_kind = f"largest difference of {KINDS[kind]}: `{each.name}` in step {each.step}"
+        lines.append(f"{largest_of_kind}, {share} the tolerance for rounding")
     same_shards = one.head["shards"] == other.head["shards"]
     if same_shards and one.head["ordered"] and other.head["ordered"]:
         rule = "With fixed shards, in an ordered fold, every number of ranks must give the same bits."
