@@ -12,14 +12,13 @@ from typing import Any
 from ddp_loop.checkpoint import read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
-from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
-from ddp_loop.sweeps.plan import USUAL, SweepPlan, make_plan
+from ddp_loop.sweeps.folders import forget_stop, read_sweep
+from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, nearest, read_job
+from ddp_loop.sweeps.plan import OBJECT, USUAL, SweepPlan, make_plan
 from ddp_loop.sweeps.results import GOOD, begun, has_failed, help_sweep, run_sweep
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
-from ddp_loop.sweeps.space import OBJECT, nearest
 from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
-from ddp_loop.sweeps.sweep_folder import forget_stop, read_sweep
 
 KINDS: dict[str, tuple[type, str]] = {
     "script": (str, "a text"),

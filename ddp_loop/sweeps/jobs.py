@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -17,11 +18,18 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from ddp_loop.distributed import check_call, run_script
-from ddp_loop.sweeps.space import Scalar, nearest
 
+Scalar: TypeAlias = bool | int | float | str | None
+Point: TypeAlias = dict[str, Scalar]
 RUN_DIR = "run_dir"  # the name under which a job gets its trial's run folder
 _HELP_S = 120.0  # for a script's --help, which imports torch
 _GIT_S = 10.0
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean ...? ", or nothing if no name is like it."""
+    found = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"Did you mean {found[0]!r}? " if found else ""
 
 
 @dataclass(frozen=True)

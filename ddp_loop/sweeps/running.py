@@ -30,12 +30,22 @@ from typing import Any
 from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
 from ddp_loop.reporting import as_clock, trial_folder
-from ddp_loop.sweeps.jobs import code_of, run_trial
+from ddp_loop.sweeps.folders import (
+    Ending,
+    ObjectiveReader,
+    answer_requests,
+    asked_to_stop,
+    begin_attempt,
+    end_attempt,
+    has_requests,
+    is_dead,
+    status_of,
+    worker_name,
+    write_trial,
+)
+from ddp_loop.sweeps.jobs import Point, code_of, run_trial
 from ddp_loop.sweeps.plan import SweepPlan
-from ddp_loop.sweeps.space import Point
-from ddp_loop.sweeps.sweep_folder import answer_requests, asked_to_stop, has_requests, is_dead, worker_name
-from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt, status_of, write_trial
-from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, TrialQueue
+from ddp_loop.sweeps.trial_queue import Attempt, Claim, TrialQueue
 
 LOOK_S = 0.1  # between two looks at the running trials
 IDLE_S = 0.3  # until a place looks for a trial again

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.elastic import program_name
-from ddp_loop.sweeps.space import nearest
+from ddp_loop.sweeps.jobs import nearest
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor

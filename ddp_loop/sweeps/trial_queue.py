@@ -19,7 +19,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_loop.sweeps.space import Point, Space
+from ddp_loop.sweeps.folders import Ending
+from ddp_loop.sweeps.jobs import Point
+from ddp_loop.sweeps.plan import SamplerOf, Space
 from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, require_optuna, silent
 
 if TYPE_CHECKING:
@@ -38,23 +40,6 @@ FIXED = "parameters"
 REQUEST = "request"  # of an attempt: which request to run again added it
 READY = "ready"  # of the study: all its trials are in the storage
 State = Literal["waiting", "running", "interrupted", "ended"]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How an attempt ended: "done", "pruned", "failed", "killed", "not finite", "timed out" or "stopped".
-
-    Attributes:
-        status: one of these.
-        value: of the objective, if there is one.
-        why: the reason in words.
-        objective: what the value is of, such as "loss" or "evaluation.loss".
-    """
-
-    status: str
-    value: float | None = None
-    why: str | None = None
-    objective: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +65,6 @@ class Claim:
     handle: optuna.trial.Trial
     key: int  # Optuna's id of it in the storage
     reported: set[int]  # the updates whose values the pruner has
-
-
-SamplerOf = Callable[[int], "BaseSampler"]
 
 
 class TrialQueue:
