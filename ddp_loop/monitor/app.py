@@ -8,17 +8,20 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
-from ddp_loop.monitor.axes import AXES, PARTS
+from ddp_loop.checkpoint import ask_to_stop
 from ddp_loop.monitor.panels import Panels, whole_number
 from ddp_loop.monitor.run_list import ACTIONS, RunList
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_sweep, write_text
+from ddp_loop.monitor.series import AXES, PARTS
+from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_from_page, write_text
+from ddp_loop.reporting import ask_sweep_to_stop
 
 # [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
 # Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
@@ -69,11 +72,6 @@ class AccessControl:
         self._hosts = {host.lower() for host in hosts}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            return
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
@@ -229,8 +227,6 @@ class MonitorApp:
         if axis not in AXES:
             return 400, f"axis must be one of {', '.join(AXES)}."
         metrics = _names_in(asked["metrics"]) if "metrics" in asked else None
-        if "metrics" in asked and metrics is None:
-            return 400, "metrics must be a list of names, as JSON."
         points = min(MOST, max(FEWEST, numbers["points"]))
         first, last = (numbers[end] / PARTS[axis] for end in ("first", "last"))
         return 200, view.curves(points, numbers["smoothing"], first, last, axis, metrics)
@@ -242,14 +238,7 @@ class MonitorApp:
 
     def stop(self, key: str) -> Answer:
         """Ask a run to stop."""
-        view = self._view(key)
-        try:
-            view.stop("the page")
-        except ValueError as error:
-            return 409, str(error)
-        except OSError as error:
-            return 500, f"The run folder cannot be written ({error.strerror})."
-        return 202, {"said": "stopping"}
+        return stop_from_page(ask_to_stop, self.folder_of(key), "The run folder")
 
     def sweeps(self) -> Answer:
         """Return the sweeps of the runs."""
@@ -264,7 +253,9 @@ class MonitorApp:
             folder = self._sweeps.folder_of(key, self.runs.folders())
         if folder is None:
             return 404, "There is no such sweep."
-        return stop_sweep(folder, "the page") if what == "stop" else ask_again(folder, body)
+        if what == "stop":
+            return stop_from_page(ask_sweep_to_stop, folder, "The sweep's folder")
+        return ask_again(folder, body)
 
 
 def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> AccessControl:
@@ -333,7 +324,9 @@ def _routes(site: MonitorApp) -> list[Route]:
         *map(text, ("note", "name")),
         *map(sweep, ("stop", "again")),
         writing("runs/{key:path}/stop", lambda of, body: site.stop(of["key"])),
-        writing("runs/{key:path}/continue", lambda of, body: panels.go_on(of["key"], body)),
+        writing(
+            "runs/{key:path}/continue", lambda of, body: panels.continuations.start(site.folder_of(of["key"]), body)
+        ),
         reading("runs/{key:path}", lambda of, asked: site.card(of["key"])),
     ]
 
@@ -354,11 +347,15 @@ def _sent(status: int, body: Mapping[str, Any] | str | bytes) -> Response:
     return Response(content, status, media_type=kind)
 
 
-def _names_in(text: str) -> list[str] | None:
-    """The names in a JSON array; None if it is none."""
-    try:
+def _names_in(text: str) -> list[str]:
+    """The names in a JSON array.
+
+    Raises:
+        Refused: it is none.
+    """
+    found = None
+    with suppress(ValueError, RecursionError):
         found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    is_good = isinstance(found, list) and len(found) <= MOST_NAMES and all(isinstance(one, str) for one in found)
-    return found if is_good else None
+    if isinstance(found, list) and len(found) <= MOST_NAMES and all(isinstance(one, str) for one in found):
+        return found
+    raise Refused(400, "metrics must be a list of names, as JSON.")

@@ -39,12 +39,15 @@ class Panels:
 
     Args:
         folder_of: returns the folder of a run of the page, by its key.
+
+    Attributes:
+        continuations: the runs that are continued.
     """
 
     def __init__(self, folder_of: Callable[[str], Path]) -> None:
         self._folder_of = folder_of
         self._of = lru_cache(MOST_RUNS)(RunPanels)
-        self._continuations = Continuations()
+        self.continuations = Continuations()
 
     def about(self, run: Path, state: str) -> dict[str, Any]:
         """Return which panels a run's card has, as JSON values."""
@@ -57,12 +60,8 @@ class Panels:
                 "usage": len(panels.usage.ranks()),
                 "texts": len(panels.texts),
                 "images": len(panels.images),
-                "continuing": self._continuations.about(run, state),
+                "continuing": self.continuations.about(run, state),
             }
-
-    def go_on(self, key: str, body: bytes) -> Answer:
-        """Start a run's command again; the body is the command's digest."""
-        return self._continuations.start(self._folder_of(key), body)
 
     def answer(self, key: str, what: str, asked: Mapping[str, str]) -> Answer:
         """Return status and body of the answer to a request for a panel.
@@ -85,7 +84,13 @@ class Panels:
                 return 200, images_by_name(panels.images)
             panels.texts.look()
             if "number" in numbers:
-                return one_text(panels.texts, numbers["number"])
+                entry = panels.texts.entry(numbers["number"])
+                text = None if entry is None else panels.texts.text_of(entry)
+                return (
+                    (404, "There is no such text.")
+                    if text is None
+                    else (200, {"number": numbers["number"], "text": text})
+                )
             return 200, newest_texts(panels.texts, asked.get("name"), numbers.get("before"))
 
     def image(self, key: str, number: str) -> Answer:
@@ -138,13 +143,6 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
         "is_behind": texts.is_behind,
         "unreadable": texts.unreadable,
     }
-
-
-def one_text(texts: EntryList, number: int) -> Answer:
-    """Return the whole of a text."""
-    entry = texts.entry(number)
-    text = None if entry is None else texts.text_of(entry)
-    return (404, "There is no such text.") if text is None else (200, {"number": number, "text": text})
 
 
 def images_by_name(images: EntryList) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,38 +47,28 @@ class Listing:
     folders: list[str]
 
 
-class FolderWatch:
-    """Finds the run folders below a folder again and again; see [Note: Looking again].
+def runs_below(path: str, before: Mapping[str, Listing], listed: dict[str, Listing]) -> Iterator[str]:
+    """Yield the paths of the run folders at and below a folder, each before those below it.
 
     Args:
-        top: the folder, which may not exist yet.
+        path: of the folder, which may not exist yet.
+        before: what the folders held in the last look, by path; see [Note: Looking again].
+        listed: gets what they hold now.
     """
-
-    def __init__(self, top: str) -> None:
-        self._top = top
-        self._listed: dict[str, Listing] = {}
-
-    def look(self) -> list[str]:
-        """Return the paths of the run folders at and below the folder, each before those below it."""
-        before = self._listed
-        self._listed = {}
-        return list(self._runs(self._top, before))
-
-    def _runs(self, path: str, before: dict[str, Listing]) -> Iterator[str]:
-        known = before.get(path)
-        try:
-            changed = os.stat(path).st_mtime_ns
-            if known is None or known.is_young or known.changed != changed:
-                known = list_folder(path, changed, known is not None and known.is_run)
-        except OSError:
-            return
-        if len(self._listed) >= MOST_FOLDERS:
-            return
-        self._listed[path] = known
-        if known.is_run:
-            yield path
-        for name in known.folders:
-            yield from self._runs(f"{path}/{name}", before)
+    known = before.get(path)
+    try:
+        changed = os.stat(path).st_mtime_ns
+        if known is None or known.is_young or known.changed != changed:
+            known = list_folder(path, changed, known is not None and known.is_run)
+    except OSError:
+        return
+    if len(listed) >= MOST_FOLDERS:
+        return
+    listed[path] = known
+    if known.is_run:
+        yield path
+    for name in known.folders:
+        yield from runs_below(f"{path}/{name}", before, listed)
 
 
 def list_folder(path: str, changed: int, was_run: bool) -> Listing:
@@ -135,7 +125,7 @@ class RunList:
 
     def __init__(self, given: Sequence[Path]) -> None:
         self._given = list(dict.fromkeys(os.path.abspath(path) for path in given))
-        self._watches = {path: FolderWatch(path) for path in self._given}
+        self._listed: dict[str, dict[str, Listing]] = {path: {} for path in self._given}
         self._turn = threading.Lock()
         self._looked = -LOOK_S
         self._runs: dict[str, RunSummary] = {}  # by folder
@@ -182,7 +172,9 @@ class RunList:
         seen = set()
         for given in self._given:
             top = os.path.basename(given) or "run"
-            below = self._watches[given].look()
+            listed: dict[str, Listing] = {}
+            below = list(runs_below(given, self._listed[given], listed))
+            self._listed[given] = listed
             below = [] if given in below else below  # a run folder is one run, whatever lies below it
             prefix = f"{top}/" if len(self._given) > 1 else ""
             for folder, name in [(one, prefix + os.path.relpath(one, given)) for one in below] or [(given, top)]:

@@ -21,20 +21,20 @@ from ddp_loop.checkpoint import (
     PROFILE_FILE,
     RANKS,
     ROWS,
-    ask_to_stop,
     hide_secrets,
     read_json,
     way_on,
 )
-from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
 from ddp_loop.monitor.series import (
+    AXES,
     MetricSeries,
     Values,
     end_of,
     extremes,
     nothing_for_nan,
     places_of,
+    places_on,
     thin_out,
     updates,
 )
@@ -53,7 +53,7 @@ MOST_HINTS = 3
 
 
 class RunView:
-    """Reads a run folder; only `stop` writes there. Several threads may use it.
+    """Reads a run folder. Several threads may use it.
 
     Args:
         key: the run's name on the page.
@@ -143,13 +143,12 @@ class RunView:
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
-        if not len(self._rows) or "elapsed_s" not in self._rows.names:
-            return None, None, None
-        seconds = self._rows.values("elapsed_s")
-        if seconds[-1] != seconds[-1]:
+        seconds = self._rows.values(TIME) if TIME in self._rows.names else np.zeros(0)
+        if not len(seconds) or np.isnan(seconds[-1]):
             return None, None, None
         since = 0.0
-        if self._run.state in ("running", "stopping"):
+        goes_on = self._run.state in ("running", "stopping")
+        if goes_on:
             began = self._run.status.get("at")
             with suppress(OSError):
                 written = (self.folder / ROWS).stat().st_mtime
@@ -163,7 +162,7 @@ class RunView:
         made = int(self._rows.iterations[-1] - self._rows.iterations[-1 - recent])
         samples = self._rows.values("samples")[-recent:] if "samples" in self._rows.names else [np.nan]
         rest = None
-        if total is not None and self._run.state in ("running", "stopping"):
+        if total is not None and goes_on:
             rest = round(max(0.0, (total - iteration) * took / made - since))
         return round(elapsed), rest, nothing_for_nan(float(np.sum(samples)) / took)
 
@@ -318,17 +317,6 @@ class RunView:
                     "values": _listed(values[there]),
                 }
             return {"is_behind": self._is_behind, "found": found} if found or self._is_behind else None
-
-    # -- stopping ------------------------------------------------------------------------------------------
-
-    def stop(self, why: str) -> None:
-        """Ask the run to stop after its current step, with a checkpoint.
-
-        Raises:
-            ValueError: no run is active in the folder.
-            OSError: the folder cannot be written.
-        """
-        ask_to_stop(self.folder, why)
 
 
 def _places(axis: str, places: Values) -> list[float] | list[int]:

@@ -101,12 +101,7 @@ def check_installed() -> None:
 
 
 def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: Sequence[str]) -> uvicorn.Server:
-    """Return the server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`.
-
-    Raises:
-        ImportError: starlette or uvicorn is missing.
-    """
-    check_installed()
+    """Return the server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

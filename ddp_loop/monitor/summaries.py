@@ -118,10 +118,12 @@ class RunSummary:
     def _sum_up(self) -> dict[str, Any]:
         record = self._record
         values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
+        # A name may come from elsewhere. It becomes one line, without signs that are not seen.
+        title = " ".join("".join(letter if letter.isprintable() else " " for letter in record.title).split())
         values |= {name: value for name, value in record.logged.items() if name not in values}
         return {
             "key": self.key,
-            "name": title_of(record.title) or self.name,
+            "name": title[:MOST_TITLE] or self.name,
             "path": self.name,
             "folder": str(self.folder),
             "version": ".".join(f"{at}-{size}" for name, at, size in self._form if name in (ROWS, EVALUATIONS)),
@@ -167,11 +169,6 @@ class RunSummary:
         with suppress(OSError):
             return sorted(one.stem for one in (self.folder / TABLES).glob("*.json"))[:MOST_VALUES]
         return []
-
-
-def title_of(text: str) -> str:
-    """Return a name that may come from elsewhere as one line, without signs that are not seen."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:MOST_TITLE]
 
 
 def parameters_of(given: dict[str, Any]) -> dict[str, Any]:

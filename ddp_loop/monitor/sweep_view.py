@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from ddp_loop.reporting import (
     TRIAL,
     TRIALS,
     ask_for,
-    ask_sweep_to_stop,
     has_workers,
     is_sweep,
+    object_of,
     trial_folder,
 )
 
@@ -153,14 +153,20 @@ class Sweeps:
         }
 
 
-def stop_sweep(folder: Path, why: str) -> Answer:
-    """Ask a sweep to stop all its trials."""
+def stop_from_page(ask: Callable[[Path, str], None], folder: Path, what: str) -> Answer:
+    """Ask a run, or a sweep for all its trials, to stop.
+
+    Args:
+        ask: writes the request, and raises ValueError where nothing runs.
+        folder: of the run or the sweep.
+        what: the folder in words.
+    """
     try:
-        ask_sweep_to_stop(folder, why)
+        ask(folder, "the page")
     except ValueError as error:
         return 409, str(error)
     except OSError as error:
-        return 500, f"The sweep's folder cannot be written ({error.strerror})."
+        return 500, f"{what} cannot be written ({error.strerror})."
     return 202, {"said": "stopping"}
 
 
@@ -171,11 +177,7 @@ def ask_again(folder: Path, body: bytes) -> Answer:
         folder: of the sweep.
         body: {"trials": [numbers]} as JSON.
     """
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        asked = None
-    trials = asked.get("trials") if isinstance(asked, dict) else None
+    trials = (object_of(body) or {}).get("trials")
     trials = trials if isinstance(trials, list) and all(count(one) is not None for one in trials) else []
     if not 0 < len(trials) <= MOST_ASKED:
         return 400, f'The body must be {{"trials": [...]}}, with the numbers of 1 to {MOST_ASKED} trials.'

@@ -55,15 +55,12 @@ class UsageSeries:
             column.append(_mean([one[place] for one in self._open]))
         self._open = []
         if len(self.elapsed) >= MOST_POINTS:
-            self._thin_out()
-
-    def _thin_out(self) -> None:
-        self._every *= 2
-        self.elapsed = self.elapsed[1::2]
-        self.values = {
-            name: array("d", [_mean(list(column[at : at + 2])) for at in range(0, len(column) - 1, 2)])
-            for name, column in self.values.items()
-        }
+            self._every *= 2
+            self.elapsed = self.elapsed[1::2]
+            self.values = {
+                name: array("d", [_mean(list(column[at : at + 2])) for at in range(0, len(column) - 1, 2)])
+                for name, column in self.values.items()
+            }
 
     def shown(self) -> dict[str, Any]:
         """Return the points as JSON values; a measure that no line has is left out."""

@@ -62,23 +62,22 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
 
 
 def _run(options: argparse.Namespace, say: Say) -> bool:
-    action, *rest = options.words
-    if action == "work" and len(rest) == 1 and "://" in rest[0]:
-        return work(options.folder or folder_in(rest[0]), options.slots, rest[0], say)
-    if action == "work" and len(rest) == 1:
-        return work(Path(rest[0]), options.slots, options.storage, say)
-    if action == "again" and len(rest) == 1:
-        return again(Path(rest[0]), _numbers(options.trials), options.slots, options.storage, say)
-    if rest:
-        actions = ("work", "again")
-        raise ValueError(
-            f"sweep takes FILE.toml, work FOLDER, work URL or again FOLDER. Got {' '.join(options.words)}. "
-            f"{nearest(action, actions)}".rstrip()
-        )
-    if options.on is not None:
-        submit(Path(action), options, say)
-        return True
-    return begin(Path(action), options.slots, options.folder, options.storage, say)
+    match options.words:
+        case ["work", url] if "://" in url:
+            return work(options.folder or folder_in(url), options.slots, url, say)
+        case ["work", folder]:
+            return work(Path(folder), options.slots, options.storage, say)
+        case ["again", folder]:
+            return again(Path(folder), _numbers(options.trials), options.slots, options.storage, say)
+        case [path] if options.on is not None:
+            submit(Path(path), options, say)
+            return True
+        case [path]:
+            return begin(Path(path), options.slots, options.folder, options.storage, say)
+    raise ValueError(
+        f"sweep takes FILE.toml, work FOLDER, work URL or again FOLDER. Got {' '.join(options.words)}. "
+        f"{nearest(options.words[0], ('work', 'again'))}".rstrip()
+    )
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -69,12 +69,13 @@ class FunctionJob:
             return
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
             return
+        function = getattr(self.function, "__name__", type(self.function).__name__)
         for name in (*names, *self.keywords):
             if name not in taken:
-                raise ValueError(f"{_name_of(self.function)} has no parameter {name!r}. {_named(name, taken)}")
+                raise ValueError(f"{function} has no parameter {name!r}. {_named(name, taken)}")
         if RUN_DIR not in taken:
             raise ValueError(
-                f"{_name_of(self.function)} has no parameter 'run_dir', which is the run folder of its trial. Add it, "
+                f"{function} has no parameter 'run_dir', which is the run folder of its trial. Add it, "
                 "and pass it on to Loop(run_dir=...)."
             )
         if twice := [name for name in names if name in self.keywords or name == RUN_DIR]:
@@ -136,10 +137,6 @@ class ScriptJob:
 
 
 Job: TypeAlias = FunctionJob | ScriptJob  # what a sweep runs, once for each trial
-
-
-def _name_of(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _named(name: str, known: Iterable[str]) -> str:

@@ -127,7 +127,7 @@ def run_sweep(plan: SweepPlan, folder: Path, slots: int | None, storage: str | N
     Raises:
         OSError, ValueError: as in `sweep`.
     """
-    places = places_of(slots, plan.ranks)
+    places = places_of(slots, plan.facts["ranks"])
     with begun(plan, folder, storage) as (resumed, queue):
         return _work(resumed, folder.absolute(), queue, places, say)
 
@@ -142,7 +142,6 @@ def begun(plan: SweepPlan, folder: Path, storage: str | None) -> Iterator[tuple[
     folder = folder.absolute()
     url = storage or f"sqlite:///{folder / STUDY}"
     if storage is not None:
-        shown_url(url)
         check_reachable(url)
     with begun_folder(folder, {**plan.facts, "storage": shown_url(url)}) as facts:
         plan = replace(plan, objective=plan.objective.of(facts))  # of a version without the usual one
@@ -160,7 +159,7 @@ def help_sweep(plan: SweepPlan, folder: Path, slots: int | None, url: str, say: 
     Raises:
         ValueError: the storage cannot be reached, or does not have the sweep.
     """
-    places = places_of(slots, plan.ranks)
+    places = places_of(slots, plan.facts["ranks"])
     with closing(_open(plan, url, folder)) as queue:
         if not has_workers(folder):
             forget_stop(folder)
@@ -189,7 +188,11 @@ def _write_waiting(plan: SweepPlan, folder: Path) -> None:
     for trial, point in enumerate(plan.space.points or ()):
         path = trial_folder(folder, trial)
         if not (path / TRIAL).exists():
-            facts = {"objective": plan.objective.name, "direction": plan.objective.direction, "ranks": plan.ranks}
+            facts = {
+                "objective": plan.objective.name,
+                "direction": plan.objective.direction,
+                "ranks": plan.facts["ranks"],
+            }
             write_trial(path, trial=trial, parameters=point, status="waiting", value=None, **facts)
 
 

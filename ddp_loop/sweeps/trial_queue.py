@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddp_loop.sweeps.folders import Ending
 from ddp_loop.sweeps.jobs import Point
 from ddp_loop.sweeps.plan import SamplerOf, Space
-from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, require_optuna, silent
+from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, silent
 
 if TYPE_CHECKING:
     import optuna
@@ -82,12 +82,10 @@ class TrialQueue:
         patience: how long failures of the storage are waited out.
 
     Raises:
-        ImportError: optuna, or the storage's driver, is missing.
-        StorageUnreachable: the storage cannot be opened, or has no such study.
+        StorageUnreachable: the storage cannot be opened, its driver is missing, or it has no such study.
     """
 
     def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
-        require_optuna()
         import optuna
 
         self.url = url

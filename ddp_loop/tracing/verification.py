@@ -27,7 +27,6 @@ from ddp_loop.tracing.diagnosis import (
     explain_halves,
     explain_loss,
     explain_singles,
-    is_given_as_sum,
     is_judged_whole,
     is_small,
     other_sample,
@@ -336,8 +335,10 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
         unequal = min(sample, unequal or sample, key=lambda each: each.place)
     if unequal is None:
         return _Verdict(evaluated, lines, may_be_rounding=evaluated is not None)
-    is_open = unequal.stage == "fold" and not same_shards and is_given_as_sum(one, unequal.step)
-    where = f"{_where(unequal)}{_AGREES}" if is_open else None
+    where = None
+    if unequal.stage == "fold" and not same_shards:
+        is_sum = any(name.endswith(", sum of loss") for _, name in one.of_shards(unequal.step))
+        where = f"{_where(unequal)}{_AGREES}" if is_sum else None
     return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late, where=where)
 
 
