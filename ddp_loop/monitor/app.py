@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from ddp_loop.checkpoint import ask_to_stop
-from ddp_loop.monitor.panels import Panels, whole_number
+from ddp_loop.monitor.continuing import Continuations
+from ddp_loop.monitor.panels import RunPanels, whole_number
 from ddp_loop.monitor.run_list import ACTIONS, RunList
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import AXES, PARTS
@@ -141,7 +142,8 @@ QUIET_S = 10.0  # between two looks of a stream; of silence before it sends a co
 FEWEST = 50
 MOST = 5000  # points of a curve
 MOST_NAMES = 200  # of metrics in a request
-MOST_VIEWS = 80  # runs whose rows are kept
+MOST_VIEWS = 80
+MOST_LISTS = 40  # runs whose rows are kept; whose texts and images are listed
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
@@ -159,6 +161,8 @@ class MonitorApp:
         runs: the list of the page.
         open_pages: the number of open event streams.
         is_closing: ends the streams.
+        panels: returns those of the run in a folder.
+        continuations: the runs that the page continues.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
@@ -168,7 +172,8 @@ class MonitorApp:
         self._turn = asyncio.Lock()
         self._made = -TICK_S
         self._sweeps = Sweeps(given)
-        self.panels = Panels(self.folder_of)
+        self.panels = lru_cache(MOST_LISTS)(RunPanels)
+        self.continuations = Continuations()
         self._sweeps_turn = threading.Lock()
         self._views = lru_cache(MOST_VIEWS)(RunView)
 
@@ -217,7 +222,8 @@ class MonitorApp:
             raise Refused(405, "This needs another method.")
         view = self._view(key)
         said = view.summary()
-        return 200, said | self.panels.about(view.folder, said["state"])
+        continuing = self.continuations.about(view.folder, said["state"])
+        return 200, said | self.panels(view.folder).about() | {"continuing": continuing}
 
     def curves(self, key: str, asked: Mapping[str, str]) -> Answer:
         """Return a run's curves."""
@@ -286,7 +292,8 @@ def _routes(site: MonitorApp) -> list[Route]:
     """Return the routes that answer at once; the last one takes any key."""
     from starlette.routing import Route
 
-    panels = site.panels
+    def panels(of: Mapping[str, str]) -> RunPanels:
+        return site.panels(site.folder_of(of["key"]))
 
     def reading(path: str, act: Act) -> Route:
         def read(request: Request) -> Response:  # Starlette calls it in a thread, as it reads files
@@ -305,7 +312,7 @@ def _routes(site: MonitorApp) -> list[Route]:
         return Route(f"/api/{path}", write, methods=["POST"])
 
     def panel(what: str) -> Route:
-        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels.answer(of["key"], what, asked))
+        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels(of).answer(what, asked))
 
     def text(what: str) -> Route:
         return writing(f"runs/{{key:path}}/{what}", lambda of, body: write_text(site.folder_of(of["key"]), what, body))
@@ -319,14 +326,12 @@ def _routes(site: MonitorApp) -> list[Route]:
         reading("runs/{key:path}/curves", lambda of, asked: site.curves(of["key"], asked)),
         reading("runs/{key:path}/values", lambda of, asked: site.values(of["key"], asked.get("name", ""))),
         reading("runs/{key:path}/tables/{name}", lambda of, asked: read_table(site.folder_of(of["key"]), of["name"])),
-        reading("runs/{key:path}/images/{number}", lambda of, asked: panels.image(of["key"], of["number"])),
+        reading("runs/{key:path}/images/{number}", lambda of, asked: panels(of).image(of["number"])),
         *map(panel, ("console", "usage", "texts", "images")),
         *map(text, ("note", "name")),
         *map(sweep, ("stop", "again")),
         writing("runs/{key:path}/stop", lambda of, body: site.stop(of["key"])),
-        writing(
-            "runs/{key:path}/continue", lambda of, body: panels.continuations.start(site.folder_of(of["key"]), body)
-        ),
+        writing("runs/{key:path}/continue", lambda of, body: site.continuations.start(site.folder_of(of["key"]), body)),
         reading("runs/{key:path}", lambda of, asked: site.card(of["key"])),
     ]
 

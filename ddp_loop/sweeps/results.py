@@ -17,9 +17,8 @@ from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, has_workers, trial_folder
 from ddp_loop.sweeps.folders import STUDY, Ending, Objective, begun_folder, end_attempt, forget_stop, write_trial
 from ddp_loop.sweeps.jobs import FunctionJob, Point
-from ddp_loop.sweeps.places import places_of
 from ddp_loop.sweeps.plan import SweepPlan, make_plan
-from ddp_loop.sweeps.running import Say, SweepWorker, in_words, shortened
+from ddp_loop.sweeps.running import Say, SweepWorker, in_words, places_of, shortened
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, shown_url
 from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 

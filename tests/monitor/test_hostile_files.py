@@ -95,7 +95,7 @@ PANELS: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 def panel(site: MonitorApp, what: str, **asked: str) -> tuple[int, str]:
-    return as_text(site.panels.answer(KEY, what, asked))
+    return as_text(site.panels(site.folder_of(KEY)).answer(what, asked))
 
 
 def table_of(site: MonitorApp) -> Answer:
@@ -122,7 +122,7 @@ def read_all(sweep: Path, site: MonitorApp) -> None:
         assert status in (200, 409, 422) or body.startswith("There is no"), body
         if status == 200:
             json.loads(body, parse_constant=pytest.fail)
-    assert site.panels.image(KEY, "0")[0] in (200, 404, 422)
+    assert site.panels(site.folder_of(KEY)).image("0")[0] in (200, 404, 422)
     lines: list[str] = []
     list_runs(RunQuery(sweep, sort="loss"), lines.append, file=sweep / "out.csv")
     best_run(sweep, lines.append)

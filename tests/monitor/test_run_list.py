@@ -15,8 +15,7 @@ import pytest
 
 from ddp_loop.checkpoint import RunFolder
 from ddp_loop.monitor import run_list
-from ddp_loop.monitor.run_list import RunList, Snapshot
-from ddp_loop.monitor.summaries import RunSummary
+from ddp_loop.monitor.run_list import RunList, RunSummary, Snapshot
 from ddp_loop.reporting import find_runs
 from tests.support.harness import count_calls
 from tests.support.serving import Served, ask, row, served, write_lines, write_run
