@@ -82,6 +82,11 @@ class SweepPlan:
     pruner: BasePruner | None
     facts: dict[str, Any]
 
+    @property
+    def ranks(self) -> int:
+        """The ranks of each trial."""
+        return int(self.facts["ranks"])
+
 
 def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
     """Check the arguments of a sweep; nothing is written.

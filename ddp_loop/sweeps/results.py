@@ -126,7 +126,7 @@ def run_sweep(plan: SweepPlan, folder: Path, slots: int | None, storage: str | N
     Raises:
         OSError, ValueError: as in `sweep`.
     """
-    places = places_of(slots, plan.facts["ranks"])
+    places = places_of(slots, plan.ranks)
     with begun(plan, folder, storage) as (resumed, queue):
         return _work(resumed, folder.absolute(), queue, places, say)
 
@@ -158,7 +158,7 @@ def help_sweep(plan: SweepPlan, folder: Path, slots: int | None, url: str, say: 
     Raises:
         ValueError: the storage cannot be reached, or does not have the sweep.
     """
-    places = places_of(slots, plan.facts["ranks"])
+    places = places_of(slots, plan.ranks)
     with closing(_open(plan, url, folder)) as queue:
         if not has_workers(folder):
             forget_stop(folder)
@@ -187,11 +187,7 @@ def _write_waiting(plan: SweepPlan, folder: Path) -> None:
     for trial, point in enumerate(plan.space.points or ()):
         path = trial_folder(folder, trial)
         if not (path / TRIAL).exists():
-            facts = {
-                "objective": plan.objective.name,
-                "direction": plan.objective.direction,
-                "ranks": plan.facts["ranks"],
-            }
+            facts = {"objective": plan.objective.name, "direction": plan.objective.direction, "ranks": plan.ranks}
             write_trial(path, trial=trial, parameters=point, status="waiting", value=None, **facts)
 
 

@@ -183,7 +183,7 @@ class SweepWorker:
                         return
                     time.sleep(IDLE_S)  # others run, and may be interrupted
                     continue
-                pool = pool or Pool(self._plan.facts["ranks"], self._places[place])
+                pool = pool or Pool(self._plan.ranks, self._places[place])
                 if not self._run(place, claim, pool) or not self._plan.job.is_warm:
                     pool.close()
                     pool = None
@@ -219,7 +219,7 @@ class SweepWorker:
     def _is_ready(self, pool: Pool) -> bool:
         """Start the pool's processes if they are missing: their start counts for no trial's time limit."""
         try:
-            pool.run(os.getpid, self._plan.facts["ranks"])
+            pool.run(os.getpid, self._plan.ranks)
         except RankFailed:  # a process died while it waited; the pool replaces it
             return False
         except RuntimeError:
@@ -264,7 +264,7 @@ class SweepWorker:
         problem: RankFailed | None = None
         self._running[place] = running
         try:
-            result = running.pool.run(run_trial, plan.facts["ranks"], plan.job, parameters, str(running.folder))[0]
+            result = running.pool.run(run_trial, plan.ranks, plan.job, parameters, str(running.folder))[0]
         except RankFailed as error:
             problem = error
         finally:
