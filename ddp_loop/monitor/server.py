@@ -93,11 +93,10 @@ def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
 def check_installed() -> None:
     """Raise ImportError, with the remedy, unless the page's libraries are installed."""
     try:
-        import starlette
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError(f"The page needs starlette and uvicorn. {error.name} is missing. Run {INSTALL}") from error
-    del starlette
 
 
 def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: Sequence[str]) -> uvicorn.Server:

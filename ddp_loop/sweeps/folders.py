@@ -108,11 +108,9 @@ def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         others = [name for name in names if name != SWEEP_LOCK and not name.startswith(f".{SWEEP}-")]
         if others:
             raise ValueError(f"{folder} has files, and no sweep: {others[0]}. Choose an empty folder or a new one.")
-    _check_same(folder, before or {}, json.loads(json.dumps(dict(facts))))
-    return before or {}
-
-
-def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    now = json.loads(json.dumps(dict(facts)))
+    if not before:
+        return {}
     changed = [
         f"{name}: was {old!r}, is {new!r}"
         for name, old, new in _pairs(before, now)
@@ -123,11 +121,12 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
             f"{folder} has another sweep: {'; '.join(changed)}. Restore these, or choose another folder. Nothing was "
             "changed."
         )
-    if before and now["trials"] < before["trials"]:
+    if now["trials"] < before["trials"]:
         raise ValueError(
             f"The sweep in {folder} has {before['trials']} trials. Got trials={now['trials']}. A sweep can grow, but "
             "not shrink."
         )
+    return before
 
 
 def _pairs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:

@@ -277,7 +277,11 @@ class SweepWorker:
         if running.asked is not None and (problem is not None or status == "stopped"):
             return self._asked(running)
         if problem is not None:
-            return _failed(problem)
+            headline = str(problem).partition("\n")[0]
+            if problem.died:
+                return Ending("killed", None, headline)
+            status = "not finite" if isinstance(problem.__cause__, FloatingPointError) else "failed"
+            return Ending(status, None, headline)
         if status == "stopped":
             return Ending("stopped", None, why)
         return self._valued(running, result)
@@ -370,13 +374,6 @@ class SweepWorker:
                 ask_to_stop(running.folder, f"the sweep: {running.asked}")
         if now > running.deadline:
             running.kill()
-
-
-def _failed(error: RankFailed) -> Ending:
-    headline = str(error).partition("\n")[0]
-    if error.died:
-        return Ending("killed", None, headline)
-    return Ending("not finite" if isinstance(error.__cause__, FloatingPointError) else "failed", None, headline)
 
 
 def left_s(took_s: Sequence[float], gone_s: Sequence[float], trials: int, at_once: int) -> float:
