@@ -6,7 +6,6 @@ limit. All ranks come to the same verdict, so all have the same exit code; rank 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ddp_loop.distributed import RankEnv, launcher_store, read_rank_env
-from ddp_loop.hosts.facts import Facts, SharedFolder, facts_of
+from ddp_loop.hosts.facts import Facts, facts_of, is_seen, shared_file
 from ddp_loop.hosts.links import Link, Listener, connect_all, measure_rounds
 from ddp_loop.hosts.verdict import Bounds, Findings, table, verdict
 
@@ -116,7 +115,7 @@ def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
     token = hashlib.sha256(os.urandom(32)).hexdigest()[:32]
     began = ranks.gather("token", token, options.timeout_s)
     token = next(iter(began.values()))
-    folder = None if options.run is None else SharedFolder(options.run, token)
+    shared = None if options.run is None else options.run / f".hosts-{token}"  # do all ranks see one folder?
     facts = facts_of(place, options.run, options.data, options.script)
     with ExitStack() as ending:
         try:
@@ -126,22 +125,21 @@ def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
         except OSError as error:
             facts = replace(facts, problem=facts.problem or f"It cannot listen for gloo ({error}).")
         problem = ""
-        if folder is not None and place.rank == 0:
-            problem = folder.write()
-            ending.callback(folder.remove)
+        if shared is not None and place.rank == 0:
+            problem = ending.enter_context(shared_file(shared))
         words = ranks.gather("facts", {**asdict(facts), "folder": problem}, options.timeout_s)
         problem = next(iter([word.pop("folder") for word in words.values()]), "")
         every = {rank: _read(Facts, {**word, "address": tuple(word["address"])}) for rank, word in words.items()}
         found = Findings(place.size, every, problem=problem, timeout_s=options.timeout_s)
-        return _connected(ranks, place, found, folder, token)
+        return _connected(ranks, place, found, shared, token)
 
 
-def _connected(ranks: Ranks, place: RankEnv, found: Findings, folder: SharedFolder | None, token: str) -> Findings:
+def _connected(ranks: Ranks, place: RankEnv, found: Findings, shared: Path | None, token: str) -> Findings:
     """The findings with what needs connections to the other ranks."""
     addresses = {rank: one.address for rank, one in found.facts.items() if rank != place.rank and one.address[0]}
     connections, why = connect_all(addresses, token)
     try:
-        words = ranks.gather("links", {"why": why, "sees": folder is None or _sees(folder)}, _PHASE_S)
+        words = ranks.gather("links", {"why": why, "sees": shared is None or _sees(shared)}, _PHASE_S)
         leaders = found.leaders()
         links: dict[int, Link] = {}
         if place.rank in leaders:
@@ -172,9 +170,9 @@ def _read(kind: type[_Kind], word: dict[str, Any]) -> _Kind:
     return kind(**{name: value for name, value in word.items() if name in known})
 
 
-def _sees(folder: SharedFolder) -> bool:
+def _sees(path: Path) -> bool:
     deadline = time.monotonic() + _SEEN_S
-    while not (seen := folder.is_seen()) and time.monotonic() < deadline:
+    while not (seen := is_seen(path)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     return seen
 
@@ -189,7 +187,16 @@ def add_hosts(add: Callable[..., Any], say: Callable[[str], None]) -> None:
     usual = Bounds()
     command = add(
         "hosts",
-        lambda options: check_hosts(_options(options), say),
+        lambda given: check_hosts(
+            HostsOptions(
+                given.run_dir,
+                given.data,
+                given.script,
+                Bounds(given.min_gbit_s, given.max_round_trip_ms),
+                given.timeout_s,
+            ),
+            say,
+        ),
         "check the hosts of a run before it: torchrun ... -m ddp_loop hosts",
         "0 a run can begin, 1 something is wrong, 2 the launcher cannot be reached",
     )
@@ -202,8 +209,3 @@ def add_hosts(add: Callable[..., Any], say: Callable[[str], None]) -> None:
     command.add_argument("--max-round-trip-ms", type=float, default=usual.round_trip_ms, metavar="MS", help=text)
     text = "seconds for all ranks to come (default: %(default)s)"
     command.add_argument("--timeout-s", type=float, default=60.0, metavar="S", help=text)
-
-
-def _options(given: argparse.Namespace) -> HostsOptions:
-    bounds = Bounds(given.min_gbit_s, given.max_round_trip_ms)
-    return HostsOptions(given.run_dir, given.data, given.script, bounds, given.timeout_s)

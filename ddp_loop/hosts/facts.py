@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,39 +157,33 @@ def free_bytes(folder: Path) -> float | None:
     return None
 
 
-class SharedFolder:
-    """A file in the run folder by which the ranks find out whether they all see one folder.
+@contextmanager
+def shared_file(path: Path) -> Iterator[str]:
+    """Write an empty file into the run folder, which is made for this time if it is not there.
 
-    Args:
-        run: the folder, which rank 0 makes for this time if it is not there.
-        token: of this check, the same on all ranks.
+    Yields why it cannot be written, or nothing. At the end what was made is removed.
     """
-
-    def __init__(self, run: Path, token: str) -> None:
-        self._run = run
-        self._path = run / f".hosts-{token}"
-        self._made = False
-
-    def write(self) -> str:
-        """Write the file; rank 0 calls this. Returns why it cannot be written, or nothing."""
-        try:
-            self._made = not self._run.exists()
-            self._run.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
-            return ""
-        except OSError as error:
-            return f"The run folder {self._run} cannot be written ({error})."
-
-    def is_seen(self) -> bool:
-        """Whether the file is there; the folder is listed first, since NFS keeps what it has listed."""
+    run = path.parent
+    made = False
+    problem = ""
+    try:
+        made = not run.exists()
+        run.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    except OSError as error:
+        problem = f"The run folder {run} cannot be written ({error})."
+    try:
+        yield problem
+    finally:
         with suppress(OSError):
-            return self._path.name in os.listdir(self._run)
-        return False
+            path.unlink()
+        with suppress(OSError):
+            if made:
+                run.rmdir()
 
-    def remove(self) -> None:
-        """Remove what `write` made."""
-        with suppress(OSError):
-            self._path.unlink()
-        with suppress(OSError):
-            if self._made:
-                self._run.rmdir()
+
+def is_seen(path: Path) -> bool:
+    """Whether a file is there; the folder is listed first, since NFS keeps what it has listed."""
+    with suppress(OSError):
+        return path.name in os.listdir(path.parent)
+    return False

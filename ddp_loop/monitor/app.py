@@ -8,17 +8,21 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
-from ddp_loop.monitor.axes import AXES, PARTS
-from ddp_loop.monitor.panels import Panels, whole_number
-from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
+from ddp_loop.checkpoint import ask_to_stop
+from ddp_loop.monitor.continuing import Continuations
+from ddp_loop.monitor.panels import RunPanels, whole_number
+from ddp_loop.monitor.run_list import ACTIONS, RunList
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_sweep, write_text
+from ddp_loop.monitor.series import AXES, PARTS
+from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_from_page, write_text
+from ddp_loop.reporting import ask_sweep_to_stop
 
 # [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
 # Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
@@ -69,11 +73,6 @@ class AccessControl:
         self._hosts = {host.lower() for host in hosts}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            return
-
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
@@ -84,19 +83,16 @@ class AccessControl:
         if refused is None:
             await self._app(scope, receive, send_with_headers)
             return
-        status, why = refused
-        body = why.encode()
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-        headers.append((b"connection", b"close"))  # the rest of the request is not read
-        await send_with_headers({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        answer = _sent(*refused)
+        answer.headers["connection"] = "close"  # the rest of the request is not read
+        await answer(scope, receive, send_with_headers)
 
     def check(self, scope: Message) -> tuple[int, str] | None:
         """Return the status and the reason of a refusal; None for an allowed request."""
-        headers: dict[str, list[str]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        one = {name: values[0] for name, values in headers.items() if len(values) == 1}
+        from starlette.datastructures import Headers
+
+        headers = Headers(scope=scope)
+        one = {name: value for name, value in headers.items() if len(headers.getlist(name)) == 1}
         address = (scope.get("server") or ("", 0))[0]
         if not self._is_own(f"//{one.get('host', '')}", address):
             return 403, "This page answers only to its own address. Open the link that the monitor printed."
@@ -110,7 +106,7 @@ class AccessControl:
             return None  # also after a link on another site
         if one.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "This page refuses requests from other sites."
-        given = headers.get(TOKEN_HEADER, [])
+        given = headers.getlist(TOKEN_HEADER)
         if not given:
             return 401, f"The header {TOKEN_HEADER} has no token. Open the link that the monitor printed."
         if len(given) > 1 or not hmac.compare_digest(given[0].encode("latin-1"), self._token):
@@ -136,21 +132,18 @@ class AccessControl:
 
 
 if TYPE_CHECKING:
-    from starlette.datastructures import QueryParams
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
 
-Asked = TypeVar("Asked")
-Act: TypeAlias = Callable[
-    [Mapping[str, str], Asked], Answer
-]  # of the parameters of the path, and the query or the body
+Act: TypeAlias = Callable[[Mapping[str, str], Any], Answer]  # of the parameters of the path, and the query or the body
 TICK_S = 1.0
 QUIET_S = 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST = 50
 MOST = 5000  # points of a curve
 MOST_NAMES = 200  # of metrics in a request
-MOST_VIEWS = 80  # runs whose rows are kept
+MOST_VIEWS = 80
+MOST_LISTS = 40  # runs whose rows are kept; whose texts and images are listed
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
@@ -168,6 +161,8 @@ class MonitorApp:
         runs: the list of the page.
         open_pages: the number of open event streams.
         is_closing: ends the streams.
+        panels: returns those of the run in a folder.
+        continuations: the runs that the page continues.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
@@ -177,21 +172,10 @@ class MonitorApp:
         self._turn = asyncio.Lock()
         self._made = -TICK_S
         self._sweeps = Sweeps(given)
-        self.panels = Panels(self._folder)
+        self.panels = lru_cache(MOST_LISTS)(RunPanels)
+        self.continuations = Continuations()
         self._sweeps_turn = threading.Lock()
         self._views = lru_cache(MOST_VIEWS)(RunView)
-
-    def look(self) -> Snapshot:
-        """Return the state of all runs. Its times are whole seconds, so it changes at most once a second."""
-        return self.runs.look()
-
-    async def _look_now(self) -> Snapshot:
-        """Return the state, which is read once a tick for all open pages."""
-        async with self._turn:
-            if time.monotonic() - self._made >= 0.9 * TICK_S:
-                await asyncio.to_thread(self.look)
-                self._made = time.monotonic()
-            return self.runs.now
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events for one open page: first all runs, and then those that changed."""
@@ -200,7 +184,11 @@ class MonitorApp:
         self.open_pages += 1
         try:
             while not self.is_closing:
-                now = await self._look_now()
+                async with self._turn:  # the state is read once a tick for all open pages
+                    if time.monotonic() - self._made >= 0.9 * TICK_S:
+                        await asyncio.to_thread(self.runs.look)
+                        self._made = time.monotonic()
+                now = self.runs.now
                 if now.version != sent:
                     state = now.changes(sent)
                     sent = now.version
@@ -214,7 +202,7 @@ class MonitorApp:
         finally:
             self.open_pages -= 1
 
-    def _folder(self, key: str) -> Path:
+    def folder_of(self, key: str) -> Path:
         """Return a known run's folder.
 
         Raises:
@@ -226,7 +214,7 @@ class MonitorApp:
         return folder
 
     def _view(self, key: str) -> RunView:
-        return self._views(key, self._folder(key))
+        return self._views(key, self.folder_of(key))
 
     def card(self, key: str) -> Answer:
         """Return all about a run but its curves."""
@@ -234,7 +222,8 @@ class MonitorApp:
             raise Refused(405, "This needs another method.")
         view = self._view(key)
         said = view.summary()
-        return 200, said | self.panels.about(view.folder, said["state"])
+        continuing = self.continuations.about(view.folder, said["state"])
+        return 200, said | self.panels(view.folder).about() | {"continuing": continuing}
 
     def curves(self, key: str, asked: Mapping[str, str]) -> Answer:
         """Return a run's curves."""
@@ -244,8 +233,6 @@ class MonitorApp:
         if axis not in AXES:
             return 400, f"axis must be one of {', '.join(AXES)}."
         metrics = _names_in(asked["metrics"]) if "metrics" in asked else None
-        if "metrics" in asked and metrics is None:
-            return 400, "metrics must be a list of names, as JSON."
         points = min(MOST, max(FEWEST, numbers["points"]))
         first, last = (numbers[end] / PARTS[axis] for end in ("first", "last"))
         return 200, view.curves(points, numbers["smoothing"], first, last, axis, metrics)
@@ -257,37 +244,24 @@ class MonitorApp:
 
     def stop(self, key: str) -> Answer:
         """Ask a run to stop."""
-        view = self._view(key)
-        try:
-            view.stop("the page")
-        except ValueError as error:
-            return 409, str(error)
-        except OSError as error:
-            return 500, f"The run folder cannot be written ({error.strerror})."
-        return 202, {"said": "stopping"}
-
-    def write(self, key: str, what: str, body: bytes) -> Answer:
-        """Write a run's "note" or "name"."""
-        return write_text(self._folder(key), what, body)
-
-    def table(self, key: str, name: str) -> Answer:
-        """Return a run's table."""
-        return read_table(self._folder(key), name)
+        return stop_from_page(ask_to_stop, self.folder_of(key), "The run folder")
 
     def sweeps(self) -> Answer:
         """Return the sweeps of the runs."""
-        self.look()
+        self.runs.look()
         with self._sweeps_turn:
             return 200, {"sweeps": self._sweeps.look(self.runs.folders())}
 
     def ask_sweep(self, key: str, what: str, body: bytes = b"") -> Answer:
         """Ask a sweep to "stop", or to run trials "again"."""
-        self.look()
+        self.runs.look()
         with self._sweeps_turn:
             folder = self._sweeps.folder_of(key, self.runs.folders())
         if folder is None:
             return 404, "There is no such sweep."
-        return stop_sweep(folder, "the page") if what == "stop" else ask_again(folder, body)
+        if what == "stop":
+            return stop_from_page(ask_sweep_to_stop, folder, "The sweep's folder")
+        return ask_again(folder, body)
 
 
 def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> AccessControl:
@@ -318,76 +292,75 @@ def _routes(site: MonitorApp) -> list[Route]:
     """Return the routes that answer at once; the last one takes any key."""
     from starlette.routing import Route
 
-    panels = site.panels
+    def panels(of: Mapping[str, str]) -> RunPanels:
+        return site.panels(site.folder_of(of["key"]))
 
-    def reading(path: str, act: Act[QueryParams]) -> Route:
+    def reading(path: str, act: Act) -> Route:
         def read(request: Request) -> Response:  # Starlette calls it in a thread, as it reads files
-            return _sent(*_tried(act, request.path_params, request.query_params))
+            return _answered(act, request.path_params, request.query_params)
 
         return Route(f"/api/{path}", read, methods=["GET"])
 
-    def writing(path: str, act: Act[bytes]) -> Route:
+    def writing(path: str, act: Act) -> Route:
         async def write(request: Request) -> Response:
             try:
                 body = await asyncio.wait_for(request.body(), BODY_S)
             except TimeoutError:
                 return _sent(408, f"The body did not come within {BODY_S:.0f} s.")
-            return _sent(*await asyncio.to_thread(_tried, act, request.path_params, body))
+            return await asyncio.to_thread(_answered, act, request.path_params, body)
 
         return Route(f"/api/{path}", write, methods=["POST"])
 
     def panel(what: str) -> Route:
-        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels.answer(of["key"], what, asked))
+        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels(of).answer(what, asked))
 
     def text(what: str) -> Route:
-        return writing(f"runs/{{key:path}}/{what}", lambda of, body: site.write(of["key"], what, body))
+        return writing(f"runs/{{key:path}}/{what}", lambda of, body: write_text(site.folder_of(of["key"]), what, body))
 
     def sweep(what: str) -> Route:
         return writing(f"sweeps/{{key}}/{what}", lambda of, body: site.ask_sweep(of["key"], what, body))
 
     return [
-        reading("runs", lambda of, asked: (200, site.look().changes())),
+        reading("runs", lambda of, asked: (200, site.runs.look().changes())),
         reading("sweeps", lambda of, asked: site.sweeps()),
         reading("runs/{key:path}/curves", lambda of, asked: site.curves(of["key"], asked)),
         reading("runs/{key:path}/values", lambda of, asked: site.values(of["key"], asked.get("name", ""))),
-        reading("runs/{key:path}/tables/{name}", lambda of, asked: site.table(of["key"], of["name"])),
-        reading("runs/{key:path}/images/{number}", lambda of, asked: panels.image(of["key"], of["number"])),
+        reading("runs/{key:path}/tables/{name}", lambda of, asked: read_table(site.folder_of(of["key"]), of["name"])),
+        reading("runs/{key:path}/images/{number}", lambda of, asked: panels(of).image(of["number"])),
         *map(panel, ("console", "usage", "texts", "images")),
         *map(text, ("note", "name")),
         *map(sweep, ("stop", "again")),
         writing("runs/{key:path}/stop", lambda of, body: site.stop(of["key"])),
-        writing("runs/{key:path}/continue", lambda of, body: panels.go_on(of["key"], body)),
+        writing("runs/{key:path}/continue", lambda of, body: site.continuations.start(site.folder_of(of["key"]), body)),
         reading("runs/{key:path}", lambda of, asked: site.card(of["key"])),
     ]
 
 
-def _tried(act: Act[Asked], of: Mapping[str, str], asked: Asked) -> Answer:
+def _answered(act: Act, of: Mapping[str, str], asked: Any) -> Response:
     try:
-        return act(of, asked)
+        return _sent(*act(of, asked))
     except Refused as error:
-        return error.answer
+        return _sent(*error.answer)
 
 
 def _sent(status: int, body: Mapping[str, Any] | str | bytes) -> Response:
     from starlette.responses import Response
 
     kind = "image/png" if isinstance(body, bytes) else "application/json" if status < 300 else "text/plain"
-    text = body if isinstance(body, str | bytes) else _json(body)
-    content = (
-        text if isinstance(text, bytes) else text.encode(errors="replace")
-    )  # half a surrogate of a file is no UTF-8
+    text = body if isinstance(body, str | bytes) else json.dumps(body, allow_nan=False, separators=(",", ":"))
+    content = text.encode(errors="replace") if isinstance(text, str) else text  # half a surrogate is no UTF-8
     return Response(content, status, media_type=kind)
 
 
-def _names_in(text: str) -> list[str] | None:
-    """The names in a JSON array; None if it is none."""
-    try:
+def _names_in(text: str) -> list[str]:
+    """The names in a JSON array.
+
+    Raises:
+        Refused: it is none.
+    """
+    found = None
+    with suppress(ValueError, RecursionError):
         found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    is_good = isinstance(found, list) and len(found) <= MOST_NAMES and all(isinstance(one, str) for one in found)
-    return found if is_good else None
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    if isinstance(found, list) and len(found) <= MOST_NAMES and all(isinstance(one, str) for one in found):
+        return found
+    raise Refused(400, "metrics must be a list of names, as JSON.")

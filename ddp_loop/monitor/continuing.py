@@ -140,19 +140,21 @@ class Continuations:
     def about(self, run: Path, state: str) -> dict[str, Any]:
         """Return what a run's card shows: whether it can be continued, the digest or why not, how a start went."""
         failed = self._failure(run)
-        if self._is_starting(run) and state in ENDED:
-            return {"can": False, "digest": None, "lacks": [], "why": None, "is_starting": True, "failed": None}
-        digest = why = None
-        lacks: tuple[str, ...] = ()
-        if state in ENDED:
+        is_starting = state in ENDED and self._is_starting(run)
+        command = why = None
+        if state in ENDED and not is_starting:
             try:
                 command = command_of(run)
-                digest = command.digest
-                lacks = command.lacks
             except ValueError as error:
                 why = str(error)
-        facts = {"can": digest is not None, "digest": digest, "lacks": list(lacks), "why": why}
-        return {**facts, "is_starting": False, "failed": failed}
+        return {
+            "can": command is not None,
+            "digest": command and command.digest,
+            "lacks": list(command.lacks) if command else [],
+            "why": why,
+            "is_starting": is_starting,
+            "failed": failed,
+        }
 
     def _is_starting(self, run: Path) -> bool:
         started = self._started.get(run)

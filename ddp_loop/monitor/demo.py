@@ -78,7 +78,10 @@ class FakeRun:
         """Make steps at once."""
         for _ in range(steps):
             self._step()
-        self._write_lines()
+        for name, lines in self._lines.items():
+            with (self.folder.folder / name).open("a") as file:
+                file.writelines(lines)
+        self._lines = {}
 
     def goes_on(self) -> bool:
         """Make a step; whether the run goes on."""
@@ -115,12 +118,6 @@ class FakeRun:
     def _write(self, name: str, row: Mapping[str, object]) -> None:
         line = json.dumps({**row, "elapsed_s": round(self.iteration * STEP_S, 4)})
         self._lines.setdefault(name, []).append(line + "\n")
-
-    def _write_lines(self) -> None:
-        for name, lines in self._lines.items():
-            with (self.folder.folder / name).open("a") as file:
-                file.writelines(lines)
-        self._lines = {}
 
     def end(self, status: str, **facts: object) -> None:
         """Write how the run ended, and release its folder."""

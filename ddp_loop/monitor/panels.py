@@ -1,102 +1,81 @@
-"""The panels of a run's card: console, usage, texts, images, and Continue. See [Note: Foreign files]."""
+"""The panels of a run's card: console, usage, texts and images. See [Note: Foreign files]."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import IMAGES, TEXTS
-from ddp_loop.monitor.continuing import Continuations
-from ddp_loop.monitor.run_files import EntryList, list_console, read_console, read_image
+from ddp_loop.monitor.run_files import EntryList, UsageView, list_console, read_console, read_image
 from ddp_loop.monitor.sweep_view import Answer, Refused
-from ddp_loop.monitor.usage_view import UsageView
 
-MOST_RUNS = 40  # whose lists are kept
 MOST_LISTED = 50
 MOST_NAMES = 200
 MOST_STEPS = 5000  # texts in one answer; names; images of one name
 
 
 class RunPanels:
-    """What the panels of one run are read from.
+    """Answers the requests for the panels of a run. Several threads may use it.
 
     Args:
         run: its folder.
     """
 
     def __init__(self, run: Path) -> None:
-        self.turn = threading.Lock()
-        self.texts = EntryList(run / TEXTS, "text")
-        self.images = EntryList(run / IMAGES, "file")
-        self.usage = UsageView(run)
+        self._run = run
+        self._turn = threading.Lock()
+        self._texts = EntryList(run / TEXTS, "text")
+        self._images = EntryList(run / IMAGES, "file")
+        self._usage = UsageView(run)
 
-
-class Panels:
-    """Answers the requests of the panels. Several threads may use it.
-
-    Args:
-        folder_of: returns the folder of a run of the page, by its key.
-    """
-
-    def __init__(self, folder_of: Callable[[str], Path]) -> None:
-        self._folder_of = folder_of
-        self._of = lru_cache(MOST_RUNS)(RunPanels)
-        self._continuations = Continuations()
-
-    def about(self, run: Path, state: str) -> dict[str, Any]:
-        """Return which panels a run's card has, as JSON values."""
-        panels = self._of(run)
-        with panels.turn:
-            panels.texts.look()
-            panels.images.look()
+    def about(self) -> dict[str, Any]:
+        """Return which panels the run's card has, as JSON values."""
+        with self._turn:
+            self._texts.look()
+            self._images.look()
             return {
-                "console": list_console(run),
-                "usage": len(panels.usage.ranks()),
-                "texts": len(panels.texts),
-                "images": len(panels.images),
-                "continuing": self._continuations.about(run, state),
+                "console": list_console(self._run),
+                "usage": len(self._usage.ranks()),
+                "texts": len(self._texts),
+                "images": len(self._images),
             }
 
-    def go_on(self, key: str, body: bytes) -> Answer:
-        """Start a run's command again; the body is the command's digest."""
-        return self._continuations.start(self._folder_of(key), body)
-
-    def answer(self, key: str, what: str, asked: Mapping[str, str]) -> Answer:
+    def answer(self, what: str, asked: Mapping[str, str]) -> Answer:
         """Return status and body of the answer to a request for a panel.
 
         Args:
-            key: of the run.
             what: "console", "usage", "texts" or "images".
             asked: the parameters of the request.
         """
-        run = self._folder_of(key)
         numbers = {name: whole_number(name, asked[name]) for name in ("first", "before", "number") if name in asked}
         if what == "console":
-            return read_console(run, asked.get("name", ""), numbers.get("first"), numbers.get("before"))
-        panels = self._of(run)
-        with panels.turn:
+            return read_console(self._run, asked.get("name", ""), numbers.get("first"), numbers.get("before"))
+        with self._turn:
             if what == "usage":
-                return 200, panels.usage.look()
+                return 200, self._usage.look()
             if what == "images":
-                panels.images.look()
-                return 200, images_by_name(panels.images)
-            panels.texts.look()
+                self._images.look()
+                return 200, images_by_name(self._images)
+            self._texts.look()
             if "number" in numbers:
-                return one_text(panels.texts, numbers["number"])
-            return 200, newest_texts(panels.texts, asked.get("name"), numbers.get("before"))
+                entry = self._texts.entry(numbers["number"])
+                text = None if entry is None else self._texts.text_of(entry)
+                return (
+                    (404, "There is no such text.")
+                    if text is None
+                    else (200, {"number": numbers["number"], "text": text})
+                )
+            return 200, newest_texts(self._texts, asked.get("name"), numbers.get("before"))
 
-    def image(self, key: str, number: str) -> Answer:
+    def image(self, number: str) -> Answer:
         """Return status and body of the answer to a request for an image: a PNG file, or the reason of a refusal."""
-        run = self._folder_of(key)
         place = whole_number("number", number)
-        panels = self._of(run)
-        with panels.turn:
-            panels.images.look()
-            entry = panels.images.entry(place)
-        return (404, "There is no such image.") if entry is None else read_image(run, entry)
+        with self._turn:
+            self._images.look()
+            entry = self._images.entry(place)
+        return (404, "There is no such image.") if entry is None else read_image(self._run, entry)
 
 
 def whole_number(name: str, text: str) -> int:
@@ -122,16 +101,14 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
     for entry in texts.entries:
         many[entry.name] = many.get(entry.name, 0) + 1
     listed: list[dict[str, Any]] = []
-    number = len(texts)
     has_older = False
     for entry in reversed(texts.entries):
-        number -= 1
-        if (name is None or entry.name == name) and (before is None or number < before):
+        if (name is None or entry.name == name) and (before is None or entry.number < before):
             if len(listed) == MOST_LISTED:
                 has_older = True
                 break
-            place = {"number": number, "name": entry.name, "epoch": entry.epoch, "iteration": entry.iteration}
-            listed.append({**place, "start": entry.start, "letters": entry.letters})
+            parts = ("number", "name", "epoch", "iteration", "start", "letters")
+            listed.append({part: getattr(entry, part) for part in parts})
     return {
         "names": [[one, count] for one, count in list(many.items())[:MOST_NAMES]],
         "texts": listed,
@@ -142,21 +119,12 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
     }
 
 
-def one_text(texts: EntryList, number: int) -> Answer:
-    """Return the whole of a text."""
-    entry = texts.entry(number)
-    text = None if entry is None else texts.text_of(entry)
-    return (404, "There is no such text.") if text is None else (200, {"number": number, "text": text})
-
-
 def images_by_name(images: EntryList) -> dict[str, Any]:
     """Return the numbers, steps and sizes of the newest images, by name; the name that was logged last is first."""
     found: dict[str, list[list[int]]] = {}
-    number = len(images)
     left_out = images.dropped
     for entry in reversed(images.entries):
-        number -= 1
-        one = [number, entry.iteration, entry.width, entry.height]
+        one = [entry.number, entry.iteration, entry.width, entry.height]
         steps = found.setdefault(entry.name, []) if entry.name in found or len(found) < MOST_NAMES else None
         if steps is None or len(steps) == MOST_STEPS:
             left_out += 1

@@ -1,4 +1,4 @@
-"""What a run has logged and printed, read from its folder: texts, images, console output.
+"""What a run has logged and printed, read from its folder: texts, images, console output, the ranks' use.
 
 [Note: Foreign files] A run folder may come from elsewhere. Its files are opened without following links, neither of
 the file nor of the folder that the run made for it, and only if they are regular. A request names a file by a number
@@ -8,23 +8,28 @@ size of a file matters. An image is sent only if it has the form that `log_image
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 import struct
 import time
+from array import array
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import CONSOLE, IMAGE_FOLDER, bytes_of, opened
-from ddp_loop.monitor.run_state import count, text_of
+from ddp_loop.checkpoint import CONSOLE, IMAGE_FOLDER, USAGE, bytes_of, opened
+from ddp_loop.monitor.run_state import count, finite, text_of
+from ddp_loop.monitor.series import updates
 from ddp_loop.monitor.sweep_view import Answer
-from ddp_loop.reporting import object_of
+from ddp_loop.reporting import JsonlTail, object_of
 
-READ_S = 0.5  # for one look; a long file takes several
+READ_S = 0.5  # for one look; long files take several
 CHUNK = 1 << 20  # bytes that are read at once, and the longest line
 SEEN = 256  # bytes before the position, which change if a resumed run writes its lines again
 MOST_ENTRIES = 20_000  # the newest ones
@@ -44,8 +49,29 @@ _UNFINISHED = re.compile(  # an escape or a letter that is cut in two
     rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]{0,60}|[ -/]*)"
     rb"|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
+MEASURES = ("processor_percent", "memory_mib", "gpu_percent", "gpu_memory_mib")
+MOST_POINTS = 1000
+MOST_RANKS = 64
+USAGE_FILE = re.compile(r"rank-(\d{1,6})\.jsonl", re.ASCII)
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HEAD = struct.pack(">I", 13) + b"IHDR"
+
+
+@contextmanager
+def regular_file(path: Path | str, folder: int | None = None) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file, and yield its descriptor and what it is. Links are not followed, pipes are not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        form = os.fstat(file)
+        if not stat.S_ISREG(form.st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+        yield file, form
+    finally:
+        os.close(file)
 
 
 # -- lines with a name: texts and images -------------------------------------------------------------------
@@ -56,6 +82,7 @@ class Entry:
     """A line of texts.jsonl or images.jsonl.
 
     Attributes:
+        number: in the file, counted from 0, without lines that are none.
         at, size: its place in the file, in bytes.
         name: of the text or image.
         epoch, iteration: where it was logged.
@@ -64,6 +91,7 @@ class Entry:
         width, height: of the image.
     """
 
+    number: int
     at: int
     size: int
     name: str
@@ -104,24 +132,17 @@ class EntryList:
     def look(self) -> None:
         """Read the lines that are new."""
         try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            with (
+                regular_file(self._path) as (file, form),
+                suppress(OSError),
+            ):  # the disk fails: the next look tries again
+                known = os.pread(file, len(self._before), self._at - len(self._before))
+                if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
+                    self._forget()
+                self._file = (form.st_dev, form.st_ino)
+                self._read(file, form.st_size)
         except OSError:
             self._forget()
-            return
-        try:
-            form = os.fstat(file)
-            if not stat.S_ISREG(form.st_mode):
-                self._forget()
-                return
-            known = os.pread(file, len(self._before), self._at - len(self._before))
-            if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
-                self._forget()
-            self._file = (form.st_dev, form.st_ino)
-            self._read(file, form.st_size)
-        except OSError:
-            pass  # the disk fails: the next look tries again
-        finally:
-            os.close(file)
 
     def _read(self, file: int, size: int) -> None:
         deadline = time.monotonic() + READ_S
@@ -164,7 +185,7 @@ class EntryList:
         width, height = (count(found.get(side)) or 0 for side in ("width", "height"))
         start = text[:MOST_START]
         epoch = count(found.get("epoch"))
-        return Entry(at, len(line), name[:MOST_NAME], epoch, iteration, start, len(text), width, height)
+        return Entry(len(self), at, len(line), name[:MOST_NAME], epoch, iteration, start, len(text), width, height)
 
     def __len__(self) -> int:
         return self.dropped + len(self.entries)
@@ -176,13 +197,8 @@ class EntryList:
 
     def text_of(self, entry: Entry) -> str | None:
         """Return the whole text of an entry; None if the file is a different one by now."""
-        with suppress(OSError):
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-            try:
-                found = object_of(os.pread(file, entry.size, entry.at)) or {}
-            finally:
-                os.close(file)
-            text = found.get(self._part)
+        with suppress(OSError), regular_file(self._path) as (file, _):
+            text = (object_of(os.pread(file, entry.size, entry.at)) or {}).get(self._part)
             if isinstance(text, str) and text[:MOST_START] == entry.start:
                 return text[:MOST_TEXT]
         return None
@@ -250,15 +266,8 @@ def read_console(run: Path, name: str, first: int | None = None, before: int | N
     if not CONSOLE_FILE.fullmatch(name):
         return 404, "There is no such output."
     try:
-        with opened(run / CONSOLE) as folder:
-            file = os.open(f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            form = os.fstat(file)
-            if not stat.S_ISREG(form.st_mode):
-                return 404, "There is no such output."
+        with opened(run / CONSOLE) as folder, regular_file(f"{name}.log", folder) as (file, form):
             return 200, {"name": name, "file": str(form.st_ino), **_piece(file, form.st_size, first, before)}
-        finally:
-            os.close(file)
     except OSError:
         return 404, "There is no such output."
 
@@ -289,3 +298,103 @@ def last_line(run: Path, file_name: str) -> str | None:
         return None
     lines = [line for line in found["text"].splitlines() if line.strip()]
     return text_of(lines[-1][:300]) if lines else None
+
+
+# -- the use of processor, memory and GPU ------------------------------------------------------------------
+
+
+class UsageSeries:
+    """What one rank has used. When it has too many points, each two become one: their mean, at the later time.
+
+    Attributes:
+        elapsed: seconds since the run began, rising.
+        values: by measure; NaN where a line has none.
+    """
+
+    def __init__(self) -> None:
+        self.elapsed = array("d")
+        self._every = 1
+        self.values = {name: array("d") for name in MEASURES}
+        self._open: list[list[float]] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a line; one without a time is left out, and later ones are removed."""
+        elapsed = finite(line.get("elapsed_s"))
+        if elapsed is None:
+            return
+        while self.elapsed and self.elapsed[-1] >= elapsed:
+            self.elapsed.pop()
+            for column in self.values.values():
+                column.pop()
+        self._open.append([nan if (value := finite(line.get(name))) is None else value for name in MEASURES])
+        if len(self._open) < self._every:
+            return
+        self.elapsed.append(elapsed)
+        for place, column in enumerate(self.values.values()):
+            column.append(_mean([one[place] for one in self._open]))
+        self._open = []
+        if len(self.elapsed) >= MOST_POINTS:
+            self._every *= 2
+            self.elapsed = self.elapsed[1::2]
+            self.values = {
+                name: array("d", [_mean(list(column[at : at + 2])) for at in range(0, len(column) - 1, 2)])
+                for name, column in self.values.items()
+            }
+
+    def shown(self) -> dict[str, Any]:
+        """Return the points as JSON values; a measure that no line has is left out."""
+        return {
+            "elapsed_s": self.elapsed.tolist(),
+            **{
+                name: [None if isnan(one) else round(one, 1) for one in column]
+                for name, column in self.values.items()
+                if not all(map(isnan, column))
+            },
+        }
+
+
+def _mean(values: list[float]) -> float:
+    there = [one for one in values if not isnan(one)]
+    return sum(there) / len(there) if there else nan
+
+
+class UsageView:
+    """The files of a run's ranks, read as they grow.
+
+    Args:
+        run: its folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / USAGE
+        self._ranks: dict[int, tuple[JsonlTail, UsageSeries]] = {}
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have a file, the first MOST_RANKS."""
+        found = []
+        with suppress(OSError), opened(self._folder) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                if (name := USAGE_FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                    found.append(int(name[1]))
+        return sorted(set(found))[:MOST_RANKS]
+
+    def look(self) -> dict[str, Any]:
+        """Return the points of all ranks, as JSON values."""
+        deadline = time.monotonic() + READ_S
+        is_behind = False
+        there = self.ranks()
+        self._ranks = {rank: known for rank, known in self._ranks.items() if rank in there}
+        for rank in there:
+            path = self._folder / f"rank-{rank}.jsonl"
+            tail, series = self._ranks.get(rank) or (JsonlTail(path, follow=False), UsageSeries())
+            for update in updates(tail, deadline):
+                if update.anew:
+                    series = UsageSeries()
+                for line in update.rows:
+                    series.add(line)
+            is_behind |= update.more
+            self._ranks[rank] = (tail, series)
+        return {
+            "is_behind": is_behind,
+            "ranks": [{"rank": rank, **self._ranks[rank][1].shown()} for rank in there],
+        }

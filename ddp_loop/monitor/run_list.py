@@ -1,4 +1,4 @@
-"""The runs of the page: those that were named, and all below the folders that were named, also later ones.
+"""The list of the page: the runs that were named, and all below the folders that were named, also later ones.
 
 [Note: Looking again] A folder is listed again only if its time of modification changed, which adding and removing a
 folder do. A change in the same tick of the file system's clock would not show, so a folder that changed less than two
@@ -12,14 +12,33 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import RUN
-from ddp_loop.monitor.summaries import RunSummary
-from ddp_loop.reporting import NO_RUNS_BELOW, TRIAL
+from ddp_loop.checkpoint import (
+    CONSOLE,
+    EVALUATIONS,
+    IMAGES,
+    LOGGED,
+    NOTE,
+    PROFILE,
+    PROFILE_FILE,
+    RANKS,
+    ROWS,
+    RUN,
+    STATUS,
+    STOP,
+    TABLES,
+    TEXTS,
+    TITLE,
+    USAGE,
+)
+from ddp_loop.monitor.run_state import RunState, finite, text_of
+from ddp_loop.reporting import FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
@@ -28,6 +47,31 @@ MOST_FOLDERS = 20_000
 ACTIONS = frozenset(
     {"curves", "values", "stop", "note", "name", "tables", "again", "console", "usage", "texts", "images", "continue"}
 )  # what follows a key in a request
+WATCHED = frozenset(
+    (
+        RUN,
+        STATUS,
+        TRIAL,
+        NOTE,
+        TITLE,
+        STOP,
+        ROWS,
+        EVALUATIONS,
+        RANKS,
+        TABLES,
+        PROFILE,
+        LOGGED,
+        TEXTS,
+        IMAGES,
+        CONSOLE,
+        USAGE,
+    )
+)
+EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
+MOST_VALUES = 64
+MOST_TITLE = 100
+
+Form = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -47,38 +91,28 @@ class Listing:
     folders: list[str]
 
 
-class FolderWatch:
-    """Finds the run folders below a folder again and again; see [Note: Looking again].
+def runs_below(path: str, before: Mapping[str, Listing], listed: dict[str, Listing]) -> Iterator[str]:
+    """Yield the paths of the run folders at and below a folder, each before those below it.
 
     Args:
-        top: the folder, which may not exist yet.
+        path: of the folder, which may not exist yet.
+        before: what the folders held in the last look, by path; see [Note: Looking again].
+        listed: gets what they hold now.
     """
-
-    def __init__(self, top: str) -> None:
-        self._top = top
-        self._listed: dict[str, Listing] = {}
-
-    def look(self) -> list[str]:
-        """Return the paths of the run folders at and below the folder, each before those below it."""
-        before = self._listed
-        self._listed = {}
-        return list(self._runs(self._top, before))
-
-    def _runs(self, path: str, before: dict[str, Listing]) -> Iterator[str]:
-        known = before.get(path)
-        try:
-            changed = os.stat(path).st_mtime_ns
-            if known is None or known.is_young or known.changed != changed:
-                known = list_folder(path, changed, known is not None and known.is_run)
-        except OSError:
-            return
-        if len(self._listed) >= MOST_FOLDERS:
-            return
-        self._listed[path] = known
-        if known.is_run:
-            yield path
-        for name in known.folders:
-            yield from self._runs(f"{path}/{name}", before)
+    known = before.get(path)
+    try:
+        changed = os.stat(path).st_mtime_ns
+        if known is None or known.is_young or known.changed != changed:
+            known = list_folder(path, changed, known is not None and known.is_run)
+    except OSError:
+        return
+    if len(listed) >= MOST_FOLDERS:
+        return
+    listed[path] = known
+    if known.is_run:
+        yield path
+    for name in known.folders:
+        yield from runs_below(f"{path}/{name}", before, listed)
 
 
 def list_folder(path: str, changed: int, was_run: bool) -> Listing:
@@ -97,6 +131,135 @@ def list_folder(path: str, changed: int, was_run: bool) -> Listing:
             elif one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
                 folders.append(one.name)
     return Listing(changed, is_young, was_run or bool(names & {RUN, TRIAL}), sorted(folders))
+
+
+# -- a line ------------------------------------------------------------------------------------------------
+
+
+class RunSummary:
+    """What the page's list shows of a run.
+
+    Args:
+        key: the run's name in requests.
+        name: as the page shows it.
+        folder: of Loop(run_dir=...), which may not exist yet.
+
+    Attributes:
+        is_behind: whether there is more to read now.
+        said: the line, as JSON values; `version` changes whenever the curves do.
+    """
+
+    def __init__(self, key: str, name: str, folder: Path) -> None:
+        self.key = key
+        self.name = name
+        self.folder = folder
+        self.is_behind = False
+        self._run = RunState(folder)
+        self._record = RunRecord(name, folder, "waiting")
+        self._form: Form = ()
+        self.said: dict[str, Any] = {}
+
+    def look(self, deadline: float) -> bool:
+        """Read what changed, and return whether the page must know.
+
+        Args:
+            deadline: by time.monotonic(), after which all but the state is left for the next call.
+        """
+        form = self._form_now()
+        if form == self._form and not self.is_behind and not self._run.is_active:
+            return False
+        is_other = form != self._form
+        self._form = form
+        before = self.said
+        self._run.look()
+        if is_other or self.is_behind:
+            self._record = read_run(self.folder, deadline=deadline)
+            self.is_behind = self._record.is_behind
+        self.said = self._sum_up()
+        return is_other or self.said != before
+
+    def _form_now(self) -> Form:
+        """Return name, time and size of each file that matters, after whether the folder exists."""
+        found = [("", int(self.folder.is_dir()), 0)]
+        with suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name in WATCHED:
+                    with suppress(OSError):
+                        of = entry.stat()
+                        found.append((entry.name, of.st_mtime_ns, of.st_size))
+                        if entry.name == PROFILE:
+                            of = (self.folder / PROFILE / PROFILE_FILE).stat()
+                            found.append((PROFILE_FILE, of.st_mtime_ns, of.st_size))
+        return tuple(sorted(found))
+
+    def _sum_up(self) -> dict[str, Any]:
+        record = self._record
+        values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
+        # A name may come from elsewhere. It becomes one line, without signs that are not seen.
+        title = " ".join("".join(letter if letter.isprintable() else " " for letter in record.title).split())
+        values |= {name: value for name, value in record.logged.items() if name not in values}
+        return {
+            "key": self.key,
+            "name": title[:MOST_TITLE] or self.name,
+            "path": self.name,
+            "folder": str(self.folder),
+            "version": ".".join(f"{at}-{size}" for name, at, size in self._form if name in (ROWS, EVALUATIONS)),
+            **self._run.about(record.steps),
+            "epoch": record.epoch or None,
+            "began": record.began,
+            "elapsed_s": self._elapsed(),
+            "last": {name: value.last if isfinite(value.last) else None for name, value in values.items()},
+            "best": {name: value.best for name, value in values.items() if value.best is not None},
+            "config": parameters_of(record.parameters),
+            "trial": self._trial(),
+            "note": record.note or None,
+            "tables": self._tables(),
+        }
+
+    def _elapsed(self) -> int | None:
+        if self._record.elapsed_s is None:
+            return None
+        since = 0.0
+        if self._run.is_active:
+            written = [at * 1e-9 for name, at, _ in self._form if name in (ROWS, STATUS)]
+            since = max(0.0, time.time() - max(written, default=time.time()))
+        return round(self._record.elapsed_s + since)
+
+    def _trial(self) -> dict[str, Any] | None:
+        record = self._record
+        trial = self._run.trial
+        if not trial:
+            return None
+        return {
+            "number": record.trial,
+            "value": record.value,
+            "status": text_of(trial.get("status")),
+            "can_again": trial.get("status") in FAILED_TRIAL and record.trial is not None,
+            "why": text_of(trial.get("why")),
+            "objective": record.objective,
+            "direction": record.direction,
+        }
+
+    def _tables(self) -> list[str]:
+        if not any(name == TABLES for name, _, _ in self._form):
+            return []
+        with suppress(OSError):
+            return sorted(one.stem for one in (self.folder / TABLES).glob("*.json"))[:MOST_VALUES]
+        return []
+
+
+def parameters_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the scalars of a run's parameters, by name."""
+    shown = {}
+    for name, value in list(given.items())[:MOST_VALUES]:
+        if value is None or isinstance(value, bool) or finite(value) is not None:
+            shown[name] = value
+        else:
+            shown[name] = str(value)[:200]
+    return shown
+
+
+# -- the list ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,7 +298,7 @@ class RunList:
 
     def __init__(self, given: Sequence[Path]) -> None:
         self._given = list(dict.fromkeys(os.path.abspath(path) for path in given))
-        self._watches = {path: FolderWatch(path) for path in self._given}
+        self._listed: dict[str, dict[str, Listing]] = {path: {} for path in self._given}
         self._turn = threading.Lock()
         self._looked = -LOOK_S
         self._runs: dict[str, RunSummary] = {}  # by folder
@@ -170,7 +333,7 @@ class RunList:
             runs[folder] = run
             is_changed = run.look(deadline)
             known = self.now.lines.get(run.key)
-            lines[run.key] = (version, _json(run.summary())) if is_changed or known is None else known
+            lines[run.key] = (version, _json(run.said)) if is_changed or known is None else known
         self._runs = runs
         removed = {key: at for key, at in self.now.removed.items() if key not in lines}
         removed |= {key: version for key in self.now.lines if key not in lines}
@@ -182,7 +345,9 @@ class RunList:
         seen = set()
         for given in self._given:
             top = os.path.basename(given) or "run"
-            below = self._watches[given].look()
+            listed: dict[str, Listing] = {}
+            below = list(runs_below(given, self._listed[given], listed))
+            self._listed[given] = listed
             below = [] if given in below else below  # a run folder is one run, whatever lies below it
             prefix = f"{top}/" if len(self._given) > 1 else ""
             for folder, name in [(one, prefix + os.path.relpath(one, given)) for one in below] or [(given, top)]:
@@ -195,13 +360,18 @@ class RunList:
         if folder not in self._keys:
             parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
             base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)
-            key = base
-            number = 1
-            while key in self._keys.values():
-                number += 1
-                key = f"{base}-{number}"
-            self._keys[folder] = key
+            self._keys[folder] = free_key(base, self._keys.values())
         return self._keys[folder]
+
+
+def free_key(base: str, taken: Collection[str]) -> str:
+    """Return a key that is not taken: the base, or the base and a number."""
+    key = base
+    number = 1
+    while key in taken:
+        number += 1
+        key = f"{base}-{number}"
+    return key
 
 
 def _named(path: str) -> str:

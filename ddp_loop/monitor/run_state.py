@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_json, read_text
-from ddp_loop.reporting import TRIAL, plain_reason, state_of
+from ddp_loop.reporting import TRIAL, plain_reason, state_of, total_steps
 
 _NOTHING_YET = "no run has begun in this folder yet: Loop(run_dir=...) begins one here"
 _NO_FOLDER = "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
@@ -54,31 +54,27 @@ class RunState:
             elif name in self.status:
                 self._extent.pop(name, None)
 
-    @property
-    def epochs(self) -> int | None:
-        """The number of epochs, if it is known."""
-        return self._extent.get("epochs")
+    def about(self, row: object) -> dict[str, Any]:
+        """Return what the page shows of the state, as JSON values: how far it is, of how many steps and epochs.
 
-    def iteration(self, row: object) -> int:
-        """Return the number of steps made, of which the last row has `row`."""
+        Args:
+            row: the iteration of the last row.
+        """
         status = count(self.status.get("iteration")) or 0
         made = count(row) or 0
-        return status if self.state in (*ENDED, *ENDED_TRIAL) and status else max(made, status)
+        iteration = status if self.state in (*ENDED, *ENDED_TRIAL) and status else max(made, status)
+        total = total_steps(self._extent)
+        return {
+            "state": self.state,
+            "says": self._says(iteration),
+            "fraction": 1.0 if self.state == "done" else min(1.0, iteration / total) if total else None,
+            "iteration": iteration,
+            "steps": total,
+            "epochs": self._extent.get("epochs"),
+            "can_stop": self.is_active and self.state == "running",
+        }
 
-    def total(self) -> int | None:
-        """Return the number of steps of the whole run, if it is known."""
-        have = self._extent
-        by_epochs = have["epochs"] * have["steps_per_epoch"] if {"epochs", "steps_per_epoch"} <= have.keys() else None
-        found = [number for number in (have.get("steps"), by_epochs) if number]
-        return min(found) if found else None
-
-    def fraction(self, iteration: int) -> float | None:
-        """Return how far a run with so many steps is, from 0 to 1, if that is known."""
-        total = self.total()
-        return 1.0 if self.state == "done" else min(1.0, iteration / total) if total else None
-
-    def says(self, iteration: int) -> str:
-        """Return the state as a sentence."""
+    def _says(self, iteration: int) -> str:
         at = f"step {iteration}"
         kept = NAME.fullmatch(text_of(self.status.get("checkpoint")) or "")
         if kept is None:

@@ -21,14 +21,23 @@ from ddp_loop.checkpoint import (
     PROFILE_FILE,
     RANKS,
     ROWS,
-    ask_to_stop,
     hide_secrets,
     read_json,
     way_on,
 )
-from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
-from ddp_loop.monitor.series import MetricSeries, Values, end_of, extremes, nothing_for_nan, places_of, thin_out
+from ddp_loop.monitor.series import (
+    AXES,
+    MetricSeries,
+    Values,
+    end_of,
+    extremes,
+    nothing_for_nan,
+    places_of,
+    places_on,
+    thin_out,
+    updates,
+)
 from ddp_loop.reporting import JsonlTail, TailUpdate
 from ddp_loop.smoothing import smooth
 
@@ -44,7 +53,7 @@ MOST_HINTS = 3
 
 
 class RunView:
-    """Reads a run folder; only `stop` writes there. Several threads may use it.
+    """Reads a run folder. Several threads may use it.
 
     Args:
         key: the run's name on the page.
@@ -70,16 +79,13 @@ class RunView:
 
     def _poll(self) -> None:
         self._run.look()
-        if self._run.state not in ("missing", "gone"):
-            self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
-            self._read()
-
-    def _read(self) -> None:
+        if self._run.state in ("missing", "gone"):
+            return
+        self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
         deadline = time.monotonic() + READ_S
         self._is_behind = False
         for tail, series in zip(self._tails, (self._rows, self._evaluations, self._logged, None), strict=True):
-            while True:
-                update = tail.poll()
+            for update in updates(tail, deadline):
                 if series is None:
                     self._take_ranks(update)
                 else:
@@ -88,11 +94,7 @@ class RunView:
                         self._generation += 1
                     series.extend(update.rows)
                     self._lines += len(update.rows)
-                if not update.more:
-                    break
-                if time.monotonic() > deadline:
-                    self._is_behind = True
-                    break
+            self._is_behind |= update.more
 
     def _take_ranks(self, update: TailUpdate) -> None:
         if update.anew:
@@ -109,25 +111,18 @@ class RunView:
         """Return all but the curves, as JSON values."""
         with self._turn:
             self._poll()
-            rows = self._rows
             run = self._run
             last = self._rows.last()
-            iteration = run.iteration(last.get("iteration"))
-            total = run.total()
-            elapsed_s, rest_s, speed = self._times(iteration, total)
+            about = run.about(last.get("iteration"))
+            elapsed_s, rest_s, speed = self._times(about["iteration"], about["steps"])
             return {
                 "key": self.key,
                 "folder": str(self.folder),
                 "version": self._version(),
-                "state": run.state,
-                "says": run.says(iteration),
+                **about,
                 "why": run.why(),
-                "rows": len(rows),
-                "iteration": iteration,
-                "steps": total,
+                "rows": len(self._rows),
                 "epoch": last.get("epoch") or None,
-                "epochs": run.epochs,
-                "fraction": run.fraction(iteration),
                 "elapsed_s": elapsed_s,
                 "remaining_s": rest_s,
                 "samples_per_s": speed,
@@ -139,7 +134,6 @@ class RunView:
                 "profile": self._profile,
                 "problems": self._problems(),
                 "continue": self._continue(),
-                "can_stop": run.is_active and run.state == "running",
             }
 
     def _version(self) -> str:
@@ -149,13 +143,12 @@ class RunView:
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
-        if not len(self._rows) or "elapsed_s" not in self._rows.names:
-            return None, None, None
-        seconds = self._rows.values("elapsed_s")
-        if seconds[-1] != seconds[-1]:
+        seconds = self._rows.values(TIME) if TIME in self._rows.names else np.zeros(0)
+        if not len(seconds) or np.isnan(seconds[-1]):
             return None, None, None
         since = 0.0
-        if self._run.state in ("running", "stopping"):
+        goes_on = self._run.state in ("running", "stopping")
+        if goes_on:
             began = self._run.status.get("at")
             with suppress(OSError):
                 written = (self.folder / ROWS).stat().st_mtime
@@ -169,7 +162,7 @@ class RunView:
         made = int(self._rows.iterations[-1] - self._rows.iterations[-1 - recent])
         samples = self._rows.values("samples")[-recent:] if "samples" in self._rows.names else [np.nan]
         rest = None
-        if total is not None and self._run.state in ("running", "stopping"):
+        if total is not None and goes_on:
             rest = round(max(0.0, (total - iteration) * took / made - since))
         return round(elapsed), rest, nothing_for_nan(float(np.sum(samples)) / took)
 
@@ -324,17 +317,6 @@ class RunView:
                     "values": _listed(values[there]),
                 }
             return {"is_behind": self._is_behind, "found": found} if found or self._is_behind else None
-
-    # -- stopping ------------------------------------------------------------------------------------------
-
-    def stop(self, why: str) -> None:
-        """Ask the run to stop after its current step, with a checkpoint.
-
-        Raises:
-            ValueError: no run is active in the folder.
-            OSError: the folder cannot be written.
-        """
-        ask_to_stop(self.folder, why)
 
 
 def _places(axis: str, places: Values) -> list[float] | list[int]:

@@ -93,20 +93,14 @@ def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
 def check_installed() -> None:
     """Raise ImportError, with the remedy, unless the page's libraries are installed."""
     try:
-        import starlette
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError(f"The page needs starlette and uvicorn. {error.name} is missing. Run {INSTALL}") from error
-    del starlette
 
 
 def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: Sequence[str]) -> uvicorn.Server:
-    """Return the server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`.
-
-    Raises:
-        ImportError: starlette or uvicorn is missing.
-    """
-    check_installed()
+    """Return the server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import NOTE, STOP, TABLES, TITLE, bytes_of, opened, read_json, write_text_atomic
+from ddp_loop.monitor.run_list import free_key
 from ddp_loop.monitor.run_state import count, finite, text_of
 from ddp_loop.reporting import (
     FAILED_TRIAL,
@@ -17,9 +18,9 @@ from ddp_loop.reporting import (
     TRIAL,
     TRIALS,
     ask_for,
-    ask_sweep_to_stop,
     has_workers,
     is_sweep,
+    object_of,
     trial_folder,
 )
 
@@ -134,12 +135,7 @@ class Sweeps:
         for folder in found:
             if folder not in self._keys:
                 base = re.sub(r"[^\w.,=+@-]", "-", folder.name) or "sweep"
-                key = base
-                number = 1
-                while key in self._keys.values():
-                    number += 1
-                    key = f"{base}-{number}"
-                self._keys[folder] = key
+                self._keys[folder] = free_key(base, self._keys.values())
         return found
 
     def _about(self, folder: Path, keys: list[str]) -> dict[str, Any]:
@@ -157,14 +153,20 @@ class Sweeps:
         }
 
 
-def stop_sweep(folder: Path, why: str) -> Answer:
-    """Ask a sweep to stop all its trials."""
+def stop_from_page(ask: Callable[[Path, str], None], folder: Path, what: str) -> Answer:
+    """Ask a run, or a sweep for all its trials, to stop.
+
+    Args:
+        ask: writes the request, and raises ValueError where nothing runs.
+        folder: of the run or the sweep.
+        what: the folder in words.
+    """
     try:
-        ask_sweep_to_stop(folder, why)
+        ask(folder, "the page")
     except ValueError as error:
         return 409, str(error)
     except OSError as error:
-        return 500, f"The sweep's folder cannot be written ({error.strerror})."
+        return 500, f"{what} cannot be written ({error.strerror})."
     return 202, {"said": "stopping"}
 
 
@@ -175,11 +177,7 @@ def ask_again(folder: Path, body: bytes) -> Answer:
         folder: of the sweep.
         body: {"trials": [numbers]} as JSON.
     """
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        asked = None
-    trials = asked.get("trials") if isinstance(asked, dict) else None
+    trials = (object_of(body) or {}).get("trials")
     trials = trials if isinstance(trials, list) and all(count(one) is not None for one in trials) else []
     if not 0 < len(trials) <= MOST_ASKED:
         return 400, f'The body must be {{"trials": [...]}}, with the numbers of 1 to {MOST_ASKED} trials.'

@@ -12,14 +12,13 @@ from typing import Any
 from ddp_loop.checkpoint import read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
-from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
-from ddp_loop.sweeps.plan import USUAL, SweepPlan, make_plan
+from ddp_loop.sweeps.folders import forget_stop, read_sweep
+from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, nearest, read_job
+from ddp_loop.sweeps.plan import OBJECT, USUAL, SweepPlan, make_plan
 from ddp_loop.sweeps.results import GOOD, begun, has_failed, help_sweep, run_sweep
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
-from ddp_loop.sweeps.space import OBJECT, nearest
 from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
-from ddp_loop.sweeps.sweep_folder import forget_stop, read_sweep
 
 KINDS: dict[str, tuple[type, str]] = {
     "script": (str, "a text"),
@@ -63,23 +62,22 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
 
 
 def _run(options: argparse.Namespace, say: Say) -> bool:
-    action, *rest = options.words
-    if action == "work" and len(rest) == 1 and "://" in rest[0]:
-        return work(options.folder or folder_in(rest[0]), options.slots, rest[0], say)
-    if action == "work" and len(rest) == 1:
-        return work(Path(rest[0]), options.slots, options.storage, say)
-    if action == "again" and len(rest) == 1:
-        return again(Path(rest[0]), _numbers(options.trials), options.slots, options.storage, say)
-    if rest:
-        actions = ("work", "again")
-        raise ValueError(
-            f"sweep takes FILE.toml, work FOLDER, work URL or again FOLDER. Got {' '.join(options.words)}. "
-            f"{nearest(action, actions)}".rstrip()
-        )
-    if options.on is not None:
-        submit(Path(action), options, say)
-        return True
-    return begin(Path(action), options.slots, options.folder, options.storage, say)
+    match options.words:
+        case ["work", url] if "://" in url:
+            return work(options.folder or folder_in(url), options.slots, url, say)
+        case ["work", folder]:
+            return work(Path(folder), options.slots, options.storage, say)
+        case ["again", folder]:
+            return again(Path(folder), _numbers(options.trials), options.slots, options.storage, say)
+        case [path] if options.on is not None:
+            submit(Path(path), options, say)
+            return True
+        case [path]:
+            return begin(Path(path), options.slots, options.folder, options.storage, say)
+    raise ValueError(
+        f"sweep takes FILE.toml, work FOLDER, work URL or again FOLDER. Got {' '.join(options.words)}. "
+        f"{nearest(options.words[0], ('work', 'again'))}".rstrip()
+    )
 
 
 def _numbers(text: str | None) -> list[int] | None:
@@ -117,7 +115,12 @@ def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[s
     where = folder or (None if "folder" not in given else path.parent / given["folder"])
     if where is None:
         raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
-    return make_plan(_job_of(given, path), given.get("points", given.get("space")), given), where, given
+    job: Job
+    if "script" in given:
+        job = ScriptJob(path.parent / given["script"], tuple(map(str, given.get("arguments", ()))))
+    else:
+        job = FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
+    return make_plan(job, given.get("points", given.get("space")), given), where, given
 
 
 def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
@@ -221,12 +224,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if ("space" in given) == ("points" in given):
         raise ValueError(f"{path} must have either a table [space] or a list [[points]].")
     return given
-
-
-def _job_of(given: Mapping[str, Any], path: Path) -> Job:
-    if "script" in given:
-        return ScriptJob(path.parent / given["script"], tuple(map(str, given.get("arguments", ()))))
-    return FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
 
 
 def _plan_of(facts: Mapping[str, Any]) -> SweepPlan:

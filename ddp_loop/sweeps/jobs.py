@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -14,39 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from ddp_loop.distributed import pack_call, run_script
-from ddp_loop.sweeps.space import Scalar, nearest
 
+Scalar: TypeAlias = bool | int | float | str | None
+Point: TypeAlias = dict[str, Scalar]
 RUN_DIR = "run_dir"  # the name under which a job gets its trial's run folder
 _HELP_S = 120.0  # for a script's --help, which imports torch
 _GIT_S = 10.0
 
 
-class Job(Protocol):
-    """What a sweep runs, once for each trial."""
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether trials run one after the other in the same processes."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The job as JSON, from which `read_job` makes it again."""
-
-    @property
-    def file(self) -> Path | None:
-        """The file with its code."""
-
-    def check(self, names: Sequence[str]) -> None:
-        """Raise ValueError unless the job takes parameters of these names."""
-
-    def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
-        """Run a trial on this rank."""
-
-    def arguments(self, parameters: Mapping[str, Scalar], folder: str) -> list[str]:
-        """The trial's arguments in words."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean ...? ", or nothing if no name is like it."""
+    found = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"Did you mean {found[0]!r}? " if found else ""
 
 
 @dataclass(frozen=True)
@@ -54,19 +37,18 @@ class FunctionJob:
     """A function that is called with a trial's parameters as keywords, and with its run folder as `run_dir`.
 
     Attributes:
+        is_warm: whether trials run one after the other in the same processes.
         function: called on each rank of a trial.
         keywords: further keywords, the same for all trials.
     """
 
+    is_warm: ClassVar[bool] = True
     function: Callable[..., object]
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_warm(self) -> bool:
-        return True
-
-    @property
     def file(self) -> Path | None:
+        """The file with its code."""
         with suppress(TypeError):
             if (found := inspect.getsourcefile(inspect.unwrap(self.function))) is not None:
                 return Path(found).resolve()
@@ -74,10 +56,12 @@ class FunctionJob:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """The job as JSON, from which `read_job` makes it again."""
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         return {"function": f"{self.file}:{name}", "keywords": {key: repr(one) for key, one in self.keywords.items()}}
 
     def check(self, names: Sequence[str]) -> None:
+        """Raise ValueError unless the job takes parameters of these names."""
         pack_call(self.function, (), dict(self.keywords))  # raises if new processes cannot get it
         try:
             taken = inspect.signature(self.function).parameters
@@ -85,21 +69,24 @@ class FunctionJob:
             return
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
             return
+        function = getattr(self.function, "__name__", type(self.function).__name__)
         for name in (*names, *self.keywords):
             if name not in taken:
-                raise ValueError(f"{_name_of(self.function)} has no parameter {name!r}. {_named(name, taken)}")
+                raise ValueError(f"{function} has no parameter {name!r}. {_named(name, taken)}")
         if RUN_DIR not in taken:
             raise ValueError(
-                f"{_name_of(self.function)} has no parameter 'run_dir', which is the run folder of its trial. Add it, "
+                f"{function} has no parameter 'run_dir', which is the run folder of its trial. Add it, "
                 "and pass it on to Loop(run_dir=...)."
             )
         if twice := [name for name in names if name in self.keywords or name == RUN_DIR]:
             raise ValueError(f"{twice[0]!r} is in the space, and is given otherwise too. Remove it from one of them.")
 
     def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
+        """Run a trial on this rank."""
         return self.function(**self.keywords, **parameters, run_dir=folder)
 
     def arguments(self, parameters: Mapping[str, Scalar], folder: str) -> list[str]:
+        """The trial's arguments in words."""
         return [f"{name}={value!r}" for name, value in {**self.keywords, **parameters, RUN_DIR: folder}.items()]
 
 
@@ -110,16 +97,14 @@ class ScriptJob:
     `learning_rate=0.1` becomes `--learning-rate 0.1`; True becomes the option alone, False and None leave it out.
 
     Attributes:
+        is_warm: a script may change its process in any way, so each trial has new ones.
         script: its path.
         words: further arguments, the same for all trials.
     """
 
+    is_warm: ClassVar[bool] = False
     script: Path
     words: tuple[str, ...] = ()
-
-    @property
-    def is_warm(self) -> bool:
-        return False  # a script may change its process in any way
 
     @property
     def file(self) -> Path | None:
@@ -127,7 +112,7 @@ class ScriptJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"script": str(self.script.resolve()), "arguments": list(self.words)}
+        return {"script": str(self.file), "arguments": list(self.words)}
 
     def check(self, names: Sequence[str]) -> None:
         if not self.script.is_file():
@@ -151,8 +136,7 @@ class ScriptJob:
         return [*words, f"{_option(RUN_DIR)}={folder}"]
 
 
-def _name_of(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+Job: TypeAlias = FunctionJob | ScriptJob  # what a sweep runs, once for each trial
 
 
 def _named(name: str, known: Iterable[str]) -> str:

@@ -1,24 +1,33 @@
-"""A sweep before it runs: its arguments, checked, and what Optuna makes of them."""
+"""A sweep before it runs: its space, its arguments, checked, and what Optuna makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import inspect
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.determinism import stream_key
-from ddp_loop.sweeps.jobs import Job
-from ddp_loop.sweeps.space import SAMPLERS, Space, make_named, make_space, try_out
-from ddp_loop.sweeps.storage import require_optuna
-from ddp_loop.sweeps.trial_folder import Objective
-from ddp_loop.sweeps.trial_queue import SamplerOf
+from ddp_loop.sweeps.folders import Objective
+from ddp_loop.sweeps.jobs import Job, Point, Scalar, nearest
+from ddp_loop.sweeps.storage import require_optuna, silent
 
 if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-PRUNERS = ("median", "halving", "hyperband")
+SAMPLERS = ("grid", "random", "tpe")
+OBJECT = "an object of "  # a sampler that only the process that made it can use
+_TRIED = 12  # trials, and reports of each: with 10 ended ones all of Optuna's samplers do their work
+_RANGE = ("low", "high", "log", "step")
+PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
 FIRST = 4  # trials that end before the median pruner compares
 DIRECTIONS = ("minimize", "maximize")
 USUAL: dict[str, Any] = {
@@ -33,6 +42,26 @@ USUAL: dict[str, Any] = {
     "seed": 0,
     "heartbeat_s": 5,
 }
+SamplerOf = Callable[[int], "BaseSampler"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The parameters of a sweep's trials.
+
+    Attributes:
+        points: the parameters of every trial, in the order of the trials; None where a sampler chooses them.
+        trials: their number.
+        distributions: where each parameter's values come from, as Optuna describes them, in the order given.
+        sampler: "list", "grid", "random", "tpe", the name of one of Optuna's, or "an object of CLASS".
+        facts: the space as JSON.
+    """
+
+    points: list[Point] | None
+    trials: int
+    distributions: dict[str, BaseDistribution]
+    sampler: str
+    facts: object
 
 
 @dataclass(frozen=True)
@@ -57,11 +86,6 @@ class SweepPlan:
     def ranks(self) -> int:
         """The ranks of each trial."""
         return int(self.facts["ranks"])
-
-    @property
-    def beat_s(self) -> int:
-        """The seconds between two heartbeats."""
-        return int(self.facts["heartbeat_s"])
 
 
 def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
@@ -117,15 +141,246 @@ def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
     Raises:
         ValueError: there is none of this name.
     """
-    from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, SuccessiveHalvingPruner
+    from optuna.pruners import BasePruner, MedianPruner
 
     if given is None or isinstance(given, BasePruner):
         return given
     if given == "median":
         return MedianPruner(n_startup_trials=FIRST)
-    if given == "halving":
-        return SuccessiveHalvingPruner()
-    if given == "hyperband":
-        return HyperbandPruner()
-    made: BasePruner = make_named("pruner", str(given), PRUNERS)
+    made: BasePruner = make_named("pruner", PRUNERS.get(str(given), str(given)), list(PRUNERS))
     return made
+
+
+def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str], seed: int = 0) -> Any:
+    """Make Optuna's sampler or pruner of a name.
+
+    Args:
+        kind: "sampler" or "pruner".
+        name: of the class, such as "CmaEsSampler".
+        own: the names of this package, for the error.
+        seed: of a class that takes one.
+
+    Raises:
+        ValueError: there is none of this name, it needs arguments, or its package is missing.
+    """
+    import optuna
+
+    module = optuna.samplers if kind == "sampler" else optuna.pruners
+    known = [one for one in module.__all__ if one.endswith(kind.title()) and not one.startswith("Base")]
+    if name not in known:
+        listed = ", ".join(own)
+        found = nearest(name, (*own, *known))
+        raise ValueError(f"{kind} must be one of {listed} or one of Optuna's. Got {name!r}. {found}".rstrip())
+    made = getattr(module, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return made(seed=seed) if "seed" in inspect.signature(made).parameters else made()
+    except (TypeError, ImportError) as error:
+        raise ValueError(f"Optuna's {name} cannot be made by its name alone ({error}). Pass an object.") from error
+
+
+def try_out(sampler: BaseSampler, pruner: BasePruner | None, space: Space) -> None:
+    """Raise ValueError unless a sampler and a pruner work on a study in memory.
+
+    Optuna imports the packages that some of them need only when it uses them.
+
+    Args:
+        sampler, pruner: copies of them are used.
+        space: whose points they choose.
+    """
+    import optuna
+
+    with silent(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0), pruner=copy.deepcopy(pruner))
+        try:
+            for number in range(_TRIED + 1):
+                if number == _TRIED:
+                    study.sampler = copy.deepcopy(sampler)
+                trial = study.ask(space.distributions)
+                for step in range(_TRIED):
+                    trial.report(float(number + step), step)
+                if number == _TRIED:
+                    trial.should_prune()
+                study.tell(trial, float(number))
+        except ImportError as error:
+            raise ValueError(
+                f"The sampler or the pruner needs the package {error.name}. Run pip install {error.name}, or choose "
+                "another one."
+            ) from error
+
+
+def make_space(
+    space: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    sampler: str | BaseSampler | None,
+    trials: int | None,
+    seed: int,
+) -> Space:
+    """Read a space.
+
+    Args:
+        space: a list of points, or of each parameter its values, its range {"low", "high", "log", "step"}, or one of
+            Optuna's distributions.
+        sampler: "grid", "random", "tpe", or one of Optuna's or its name; None takes the list or the grid.
+        trials: the number of trials that are drawn; a list and a grid have their own.
+        seed: of random draws; the draws of a trial depend on it and on the trial's number alone.
+
+    Raises:
+        ImportError: optuna is missing.
+        ValueError: the space is empty, or not one of these.
+    """
+    if isinstance(sampler, str) and sampler not in SAMPLERS:
+        make_named("sampler", sampler, SAMPLERS)
+    if isinstance(space, Mapping):
+        return _from_parameters(space, sampler, trials, seed)
+    if isinstance(space, str) or not isinstance(space, Sequence):
+        raise ValueError(f"The space must be a dict of parameters or a list of points. Got {space!r}.")
+    if sampler is not None or trials is not None:
+        raise ValueError(
+            f"A list has its own {len(space)} trials. Got sampler={sampler!r} and trials={trials}. Leave them out, or "
+            "give a dict of parameters."
+        )
+    return _from_points(space)
+
+
+def _from_points(points: Sequence[Mapping[str, Any]]) -> Space:
+    if not points:
+        raise ValueError("The list of points is empty. Give at least one point, a dict of parameters.")
+    for point in points:
+        if not isinstance(point, Mapping) or not point:
+            raise ValueError(f"A point must be a dict of parameters. Got {point!r}.")
+        if set(point) != set(points[0]):
+            raise ValueError(
+                f"All points must have the same parameters. The first has {', '.join(points[0])}, another one "
+                f"{', '.join(point)}."
+            )
+    listed = [{name: _scalar(name, point[name]) for name in points[0]} for point in points]
+    distributions = {name: _categorical([point[name] for point in listed]) for name in _named(points[0])}
+    return Space(listed, len(listed), distributions, "list", listed)
+
+
+def _from_parameters(
+    space: Mapping[str, Any], sampler: str | BaseSampler | None, trials: int | None, seed: int
+) -> Space:
+    if not space:
+        raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
+    choices: dict[str, list[Scalar]] = {}
+    for name, values in space.items():
+        if isinstance(values, Iterable) and not isinstance(values, Mapping | str):
+            choices[name] = [_scalar(name, value) for value in values]
+            if not choices[name]:
+                raise ValueError(f"The grid is empty: {name} has no value. Give it at least one.")
+    distributions = {
+        name: _categorical(choices[name]) if name in choices else _distribution(name, space[name])
+        for name in _named(space)
+    }
+    facts = {name: choices[name] if name in choices else _described(one) for name, one in distributions.items()}
+    if sampler in (None, "grid"):
+        if len(choices) < len(space):
+            ranges = ", ".join(name for name in space if name not in choices)
+            raise ValueError(
+                f"A grid needs the values of each parameter. {ranges} has a range. List its values, or choose "
+                'sampler="random" or "tpe" with trials=.'
+            )
+        points = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+        if trials is not None:
+            raise ValueError(f"This grid has {len(points)} trials. Got trials={trials}. Leave trials= out.")
+        return Space(points, len(points), distributions, "grid", facts)
+    if type(trials) is not int or trials < 1:
+        raise ValueError(f"trials must be the number of trials to draw, 1 or more. Got {trials!r}.")
+    if sampler == "random":
+        draws = [_draw(distributions, random.Random(stream_key(seed, number))) for number in range(trials)]
+        return Space(draws, trials, distributions, "random", facts)
+    kind = sampler if isinstance(sampler, str) else f"{OBJECT}{type(sampler).__name__}"
+    return Space(None, trials, distributions, kind, facts)
+
+
+def _named(names: Iterable[object]) -> list[str]:
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"A parameter's name must be a Python identifier, such as learning_rate. Got {name!r}.")
+    return [str(name) for name in names]
+
+
+def _scalar(name: str, value: Any) -> Scalar:
+    """A value that a trial can have, numpy's and torch's numbers as Python's."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(
+            f"A value of {name} must be a number, a text, a bool or None. Got {value!r}. Give a name, and look it up "
+            "in the job."
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"A value of {name} must be finite. Got {value}.")
+    return value
+
+
+def _categorical(values: Sequence[Scalar]) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution
+
+    different = {(type(value), value): value for value in values}
+    return CategoricalDistribution(list(different.values()))
+
+
+def _distribution(name: str, given: object) -> BaseDistribution:
+    from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(given, BaseDistribution):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{name} must be a list of values, a range such as {{'low': 0.001, 'high': 0.1, 'log': True}}, or one of "
+            f"Optuna's distributions. Got {given!r}."
+        )
+    for key in given:
+        if key not in _RANGE:
+            raise ValueError(
+                f"A range has {', '.join(_RANGE)}. {name} has {key!r}. {nearest(str(key), _RANGE)}".rstrip()
+            )
+    if not {"low", "high"} <= set(given):
+        raise ValueError(f"A range needs low and high. {name} has {', '.join(map(str, given)) or 'none'}.")
+    low = given["low"]
+    high = given["high"]
+    log = bool(given.get("log", False))
+    step = given.get("step")
+    try:
+        if all(type(bound) is int for bound in (low, high)) and type(step) in (int, type(None)):
+            return IntDistribution(low, high, log, 1 if step is None else step)
+        return FloatDistribution(float(low), float(high), log, step)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The range of {name} is not possible: {error}") from error
+
+
+def _described(distribution: BaseDistribution) -> object:
+    """A distribution as JSON, from which `make_space` makes it again."""
+    from optuna.distributions import CategoricalDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return list(distribution.choices)
+    return {name: getattr(distribution, name) for name in _RANGE}
+
+
+def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random) -> Point:
+    """A point that depends on the state of `numbers` alone."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    point: Point = {}
+    for name, distribution in distributions.items():
+        if isinstance(distribution, CategoricalDistribution):
+            point[name] = numbers.choice(distribution.choices)
+            continue
+        whole = isinstance(distribution, IntDistribution)
+        low = distribution.low  # type: ignore[attr-defined]
+        high = distribution.high  # type: ignore[attr-defined]
+        step = distribution.step  # type: ignore[attr-defined]
+        if distribution.log:  # type: ignore[attr-defined]
+            edge = 0.5 if whole else 0.0
+            value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))
+            point[name] = min(high, max(low, round(value) if whole else value))
+        elif step is not None:
+            point[name] = low + step * numbers.randint(0, round((high - low) / step))
+        else:
+            point[name] = numbers.uniform(low, high)
+    return point

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddp_loop.checkpoint import read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, has_workers, trial_folder
-from ddp_loop.sweeps.jobs import FunctionJob
-from ddp_loop.sweeps.places import places_of
+from ddp_loop.sweeps.folders import STUDY, Ending, Objective, begun_folder, end_attempt, forget_stop, write_trial
+from ddp_loop.sweeps.jobs import FunctionJob, Point
 from ddp_loop.sweeps.plan import SweepPlan, make_plan
-from ddp_loop.sweeps.running import Say, SweepWorker, in_words, shortened
-from ddp_loop.sweeps.space import Point
+from ddp_loop.sweeps.running import Say, SweepWorker, in_words, places_of, shortened
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, shown_url
-from ddp_loop.sweeps.sweep_folder import STUDY, begun_folder, forget_stop
-from ddp_loop.sweeps.trial_folder import Objective, end_attempt, write_trial
-from ddp_loop.sweeps.trial_queue import READY, Ending, TrialQueue
+from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -130,9 +127,8 @@ def run_sweep(plan: SweepPlan, folder: Path, slots: int | None, storage: str | N
         OSError, ValueError: as in `sweep`.
     """
     places = places_of(slots, plan.ranks)
-    folder = folder.absolute()
     with begun(plan, folder, storage) as (resumed, queue):
-        return _work(resumed, folder, queue, storage or f"sqlite:///{folder / STUDY}", places, say)
+        return _work(resumed, folder.absolute(), queue, places, say)
 
 
 @contextmanager
@@ -145,7 +141,6 @@ def begun(plan: SweepPlan, folder: Path, storage: str | None) -> Iterator[tuple[
     folder = folder.absolute()
     url = storage or f"sqlite:///{folder / STUDY}"
     if storage is not None:
-        shown_url(url)
         check_reachable(url)
     with begun_folder(folder, {**plan.facts, "storage": shown_url(url)}) as facts:
         plan = replace(plan, objective=plan.objective.of(facts))  # of a version without the usual one
@@ -169,12 +164,12 @@ def help_sweep(plan: SweepPlan, folder: Path, slots: int | None, url: str, say: 
             forget_stop(folder)
         if not queue.facts.get(READY):
             raise ValueError(f"The sweep in {folder} was not begun. Start it first, then its workers.")
-        return _work(plan, folder, queue, url, places, say)
+        return _work(plan, folder, queue, places, say)
 
 
 def _open(plan: SweepPlan, url: str, folder: Path, direction: str | None = None) -> TrialQueue:
-    name = folder.absolute().name
-    return TrialQueue(url, name, beat_s=plan.beat_s, grace_s=GRACE * plan.beat_s, direction=direction)
+    beat_s = plan.facts["heartbeat_s"]
+    return TrialQueue(url, folder.name, beat_s=beat_s, grace_s=GRACE * beat_s, direction=direction)
 
 
 def _claim_study(queue: TrialQueue, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -206,10 +201,10 @@ def _write_endings(folder: Path, queue: TrialQueue) -> None:
 
 
 def _work(
-    plan: SweepPlan, folder: Path, queue: TrialQueue, url: str, places: Sequence[Mapping[str, str]], say: Say
+    plan: SweepPlan, folder: Path, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say
 ) -> list[TrialResult]:
     worker = SweepWorker(plan, folder, queue, places[: plan.space.trials], say)  # no more of them can run at once
-    with stopped_by_signals(worker, say), failures_explained(url):
+    with stopped_by_signals(worker, say), failures_explained(queue.url):
         worker.run()
     if worker.stopped is not None:
         say(f"The sweep was stopped by {worker.stopped}. Start it again to go on.")

@@ -27,15 +27,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ddp_loop.accelerators import gpu_count, gpu_visibility
 from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
 from ddp_loop.reporting import as_clock, trial_folder
-from ddp_loop.sweeps.jobs import code_of, run_trial
+from ddp_loop.sweeps.folders import (
+    Ending,
+    ObjectiveReader,
+    answer_requests,
+    asked_to_stop,
+    begin_attempt,
+    end_attempt,
+    has_requests,
+    is_dead,
+    status_of,
+    worker_name,
+    write_trial,
+)
+from ddp_loop.sweeps.jobs import Point, code_of, run_trial
 from ddp_loop.sweeps.plan import SweepPlan
-from ddp_loop.sweeps.space import Point
-from ddp_loop.sweeps.sweep_folder import asked_to_stop, has_requests, is_dead, requests_of, worker_name
-from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt, status_of, write_trial
-from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, TrialQueue
+from ddp_loop.sweeps.trial_queue import Attempt, Claim, TrialQueue
 
 LOOK_S = 0.1  # between two looks at the running trials
 IDLE_S = 0.3  # until a place looks for a trial again
@@ -93,6 +104,9 @@ class SweepWorker:
         queue: where the trials are.
         places: the environment of each place, from `places_of`.
         say: prints a line.
+
+    Attributes:
+        stopped: why the worker was stopped; None if it was not.
     """
 
     def __init__(
@@ -108,25 +122,20 @@ class SweepWorker:
         self._not_free: set[int] = set()  # trials in whose folders another process still trains
         self._took_s: list[float] = []  # trials that ended here
         queue.patience.say = say
-        queue.patience.ends = lambda: self._stopping is not None
+        queue.patience.ends = lambda: self.stopped is not None
         self._looking = threading.Lock()  # what has ended is neither looked at nor asked
-        self._stopping: str | None = None
+        self.stopped: str | None = None
         self._ended = threading.Event()
         self._signalled = threading.Event()
         self._failure: BaseException | None = None
 
-    @property
-    def stopped(self) -> str | None:
-        """Why the worker was stopped; None if it was not."""
-        return self._stopping
-
     def stop(self, why: str) -> None:
         """Ask all running trials to stop with a checkpoint, and take no more; a second call kills them."""
-        if self._stopping is not None:
+        if self.stopped is not None:
             for running in list(self._running.values()):
-                running.ask(self._stopping, 0.0)
+                running.ask(self.stopped, 0.0)
                 running.kill()
-        self._stopping = self._stopping or why
+        self.stopped = self.stopped or why
         self._signalled.set()
 
     def run(self) -> None:
@@ -160,14 +169,14 @@ class SweepWorker:
             call(*arguments)
         except BaseException as error:
             self._failure = self._failure or error
-            self._stopping = self._stopping or f"an error: {error}"
+            self.stopped = self.stopped or f"an error: {error}"
 
     # -- a place -------------------------------------------------------------------------------------------
 
     def _serve(self, place: int) -> None:
         pool: Pool | None = None
         try:
-            while self._stopping is None:
+            while self.stopped is None:
                 claim = self._queue.claim(self._name, self._plan.space, self._plan.sampler, self._not_free)
                 if claim is None:
                     if not has_requests(self._folder) and self._queue.is_over():
@@ -190,7 +199,7 @@ class SweepWorker:
 
         def record() -> None:
             if begun:
-                why = self._stopping or "an error of its worker"
+                why = self.stopped or "an error of its worker"
                 end_attempt(folder, claim.attempt, ending or Ending("interrupted", None, why))
 
         try:
@@ -214,14 +223,14 @@ class SweepWorker:
         except RankFailed:  # a process died while it waited; the pool replaces it
             return False
         except RuntimeError:
-            if self._stopping is None:
+            if self.stopped is None:
                 raise
-        return self._stopping is None
+        return self.stopped is None
 
     def _is_free(self, claim: Claim, folder: Path) -> bool:
         """Whether no process trains in the folder; one whose worker lost the trial is asked to leave it."""
         deadline = time.monotonic() + HELD_S
-        while is_running(folder) and self._stopping is None and time.monotonic() < deadline:
+        while is_running(folder) and self.stopped is None and time.monotonic() < deadline:
             if not self._queue.holds(claim):
                 return False
             with suppress(ValueError, OSError):
@@ -262,20 +271,20 @@ class SweepWorker:
             with self._looking:
                 del self._running[place]
         status, why = status_of(running.folder, running.began_at)
-        if status == "stopped" or (problem is not None and problem.died):
-            self._wait_for_signal(running)
+        may_be_signal = running.asked is None and (status == "stopped" or (problem is not None and problem.died))
+        if may_be_signal and self._signalled.wait(SIGNAL_S) and self.stopped is not None:  # see [Note: Signals]
+            running.ask(self.stopped, OBEY_S)
         if running.asked is not None and (problem is not None or status == "stopped"):
             return self._asked(running)
         if problem is not None:
-            return _failed(problem)
+            headline = str(problem).partition("\n")[0]
+            if problem.died:
+                return Ending("killed", None, headline)
+            status = "not finite" if isinstance(problem.__cause__, FloatingPointError) else "failed"
+            return Ending(status, None, headline)
         if status == "stopped":
             return Ending("stopped", None, why)
         return self._valued(running, result)
-
-    def _wait_for_signal(self, running: Running) -> None:
-        """Find out whether an attempt ended by a signal that is for the worker. See [Note: Signals]."""
-        if running.asked is None and self._signalled.wait(SIGNAL_S) and self._stopping is not None:
-            running.ask(self._stopping, OBEY_S)
 
     def _asked(self, running: Running) -> Ending | None:
         """The ending of an attempt that this worker asked to stop."""
@@ -321,7 +330,7 @@ class SweepWorker:
                     self._guarded(self._follow, now > beat_at, now > look_at)
                 for running in list(self._running.values()):  # also after an error, so that each is asked to stop
                     self._look_at(running, time.monotonic())
-            beat_at = now + self._plan.beat_s / 2 if now > beat_at else beat_at
+            beat_at = now + self._plan.facts["heartbeat_s"] / 2 if now > beat_at else beat_at
             look_at = now + _CHECK_S if now > look_at else look_at
 
     def _follow(self, beats: bool, looks: bool) -> None:
@@ -333,16 +342,18 @@ class SweepWorker:
             if running.claim in lost:  # its folder is another worker's, so no request is written there
                 running.asked = LOST
                 running.deadline = 0.0
-            self._report(running)
+            values = running.reader.poll()
+            pruner = self._plan.pruner
+            if pruner is None or running.asked is not None:
+                continue
+            if any(self._queue.should_prune(running.claim, pruner, step, value) for step, value in values):
+                running.ask(PRUNED, OBEY_S)
 
     def _look_around(self) -> None:
         """Follow the requests in the sweep's folder, and put the trials of dead workers in line again."""
         folder = self._folder
-        self._stopping = self._stopping or asked_to_stop(folder)
-        with requests_of(folder) as requests:
-            for path, trials in requests.items():
-                self._queue.again(trials, path.name, self._record_waiting)
-                path.unlink(missing_ok=True)
+        self.stopped = self.stopped or asked_to_stop(folder)
+        answer_requests(folder, lambda trials, name: self._queue.again(trials, name, self._record_waiting))
         self._queue.take_over(self._name, lambda name: is_dead(folder, name), self._record_dead)
 
     def _record_waiting(self, trial: int) -> None:
@@ -352,18 +363,10 @@ class SweepWorker:
         ending = attempt.ending or Ending("interrupted", None, "its worker died")
         end_attempt(trial_folder(self._folder, attempt.trial), attempt.attempt, ending)
 
-    def _report(self, running: Running) -> None:
-        values = running.reader.poll()
-        if self._plan.pruner is not None and running.asked is None:
-            for step, value in values:
-                if self._queue.should_prune(running.claim, self._plan.pruner, step, value):
-                    running.ask(PRUNED, OBEY_S)
-                    break
-
     def _look_at(self, running: Running, now: float) -> None:
         limit_s = self._plan.facts["time_limit_s"]
-        if self._stopping is not None:
-            running.ask(self._stopping, OBEY_S)
+        if self.stopped is not None:
+            running.ask(self.stopped, OBEY_S)
         if limit_s is not None and now - running.began > limit_s:
             running.ask(TIMED_OUT, LIMIT_OBEY_S)
         if running.asked not in (None, LOST):
@@ -371,13 +374,6 @@ class SweepWorker:
                 ask_to_stop(running.folder, f"the sweep: {running.asked}")
         if now > running.deadline:
             running.kill()
-
-
-def _failed(error: RankFailed) -> Ending:
-    headline = str(error).partition("\n")[0]
-    if error.died:
-        return Ending("killed", None, headline)
-    return Ending("not finite" if isinstance(error.__cause__, FloatingPointError) else "failed", None, headline)
 
 
 def left_s(took_s: Sequence[float], gone_s: Sequence[float], trials: int, at_once: int) -> float:
@@ -410,3 +406,41 @@ def shortened(why: str) -> str:
     """The first sentence of a reason, for a line of a terminal; trial.json has all of it."""
     first = why.partition("\n")[0].partition(". ")[0].rstrip(".")
     return first if len(first) <= MOST_WHY else f"{first[: MOST_WHY - 1]}\u2026"
+
+
+def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
+    """The environment of each place: k GPUs each, or nothing special on the CPU. See [Note: Slots].
+
+    Args:
+        slots: their number; by default the GPUs of this machine, or its cores.
+        ranks: of each trial, k.
+
+    Raises:
+        ValueError: a trial has more ranks than there are slots.
+    """
+    gpus = gpu_count()
+    visibility = gpu_visibility()
+    known = [one for one in os.environ.get(visibility, "").split(",") if one] or list(map(str, range(gpus)))
+    usual = gpus or len(os.sched_getaffinity(0))
+    if gpus and not visibility:
+        usual = ranks  # no variable gives a trial GPUs of its own: one trial at a time
+    slots = usual if slots is None else slots
+    if type(slots) is not int or slots < 1:
+        raise ValueError(f"slots must be a whole number, 1 or more. Got {slots!r}.")
+    if ranks > slots:
+        raise ValueError(
+            f"A trial has {ranks} ranks, but there {'is 1 slot' if slots == 1 else f'are {slots} slots'} here. Give "
+            "fewer ranks, or more slots."
+        )
+    if gpus and slots > len(known):
+        raise ValueError(f"A slot is a GPU. Got slots={slots}, and this machine has {len(known)}. Give fewer.")
+    if gpus and not visibility and slots >= 2 * ranks:
+        raise ValueError(
+            f"Trials run at the same time on CUDA GPUs alone. Got slots={slots} for trials of {ranks} ranks. Pass "
+            f"slots={ranks}: one trial at a time."
+        )
+    places = [range(first, first + ranks) for first in range(0, slots - ranks + 1, ranks)]
+    if gpus:
+        return [{visibility: ",".join(known[one] for one in place)} if visibility else {} for place in places]
+    threads = os.environ.get("OMP_NUM_THREADS", "1")  # several trials share the cores
+    return [{"OMP_NUM_THREADS": threads} for _ in places]

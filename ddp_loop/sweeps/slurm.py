@@ -23,10 +23,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.elastic import program_name
-from ddp_loop.sweeps.space import nearest
+from ddp_loop.sweeps.jobs import nearest
 
 if TYPE_CHECKING:
-    from submitit import AutoExecutor
     from submitit.helpers import DelayedSubmission
 
 SLURM = "slurm"
@@ -182,7 +181,17 @@ def submit_workers(folder: Path, jobs: Jobs) -> list[str]:
     usual = {"name": folder.name, "timeout_min": TIMEOUT_MIN}
     if jobs.on == SLURM and not {"timeout_min", "time"} & set(jobs.options):
         usual["timeout_min"] = min(TIMEOUT_MIN, partition_limit_min(jobs.options.get("partition")))
-    set_options(executor, {**usual, **jobs.options}, jobs.workers)
+    general = executor._valid_parameters()
+    options: dict[str, Any] = {
+        "slurm_array_parallelism": jobs.workers,
+        "slurm_additional_parameters": {"requeue": True},
+    }
+    for name, value in {**usual, **jobs.options}.items():
+        options[name if name in general else f"{SLURM}_{name}"] = value
+    try:
+        executor.update_parameters(**options)
+    except (AssertionError, NameError, TypeError, ValueError) as error:
+        raise ValueError(f"submitit refused an option. {error}") from error
     cores = jobs.options.get("cpus_per_task") if jobs.on == LOCAL else None
     worker = JobWorker(str(folder), jobs.slots or cores, jobs.storage)
     try:
@@ -240,21 +249,6 @@ def minutes_of(limit: str) -> int | None:
     for part in parts:
         seconds = seconds * 60 + int(part)
     return int(days or 0) * 24 * 60 + seconds // 60
-
-
-def set_options(executor: AutoExecutor, options: Mapping[str, Any], workers: int) -> None:
-    """Pass options on to submitit.
-
-    Raises:
-        ValueError: one has a wrong value.
-    """
-    general = executor._valid_parameters()
-    named = {name if name in general else f"{SLURM}_{name}": value for name, value in options.items()}
-    usual = {"slurm_array_parallelism": workers, "slurm_additional_parameters": {"requeue": True}}
-    try:
-        executor.update_parameters(**{**usual, **named})
-    except (AssertionError, NameError, TypeError, ValueError) as error:
-        raise ValueError(f"submitit refused an option. {error}") from error
 
 
 def how_to_go_on(folder: Path, jobs: Sequence[str], on: str) -> list[str]:

@@ -74,7 +74,16 @@ class Patience:
             try:
                 result = method(*arguments, **keywords)
             except (SQLAlchemyError, OptunaError) as error:
-                if not _is_transient(error) or not self._waits(error):
+                if not _is_transient(error):
+                    raise
+                self.failed_at = time.monotonic()
+                if self._since == float("inf"):
+                    self._since = self.failed_at
+                    self.say(
+                        f"The storage {shown_url(self._url)} does not answer ({_cause(error)}). Running trials go on. "
+                        f"The sweep waits for it, {PATIENCE_S:g} s at most."
+                    )
+                if self.failed_at - self._since >= PATIENCE_S or self.ends():
                     raise
                 time.sleep(RETRY_S)
             else:
@@ -82,16 +91,6 @@ class Patience:
                     self._since = float("inf")
                     self.say(f"The storage {shown_url(self._url)} answers again.")
                 return result
-
-    def _waits(self, error: Exception) -> bool:
-        self.failed_at = time.monotonic()
-        if self._since == float("inf"):
-            self._since = self.failed_at
-            self.say(
-                f"The storage {shown_url(self._url)} does not answer ({_cause(error)}). Running trials go on. The "
-                f"sweep waits for it, {PATIENCE_S:g} s at most."
-            )
-        return self.failed_at - self._since < PATIENCE_S and not self.ends()
 
 
 def _is_transient(error: Exception) -> bool:

@@ -19,8 +19,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_loop.sweeps.space import Point, Space
-from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, require_optuna, silent
+from ddp_loop.sweeps.folders import Ending
+from ddp_loop.sweeps.jobs import Point
+from ddp_loop.sweeps.plan import SamplerOf, Space
+from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, silent
 
 if TYPE_CHECKING:
     import optuna
@@ -38,23 +40,6 @@ FIXED = "parameters"
 REQUEST = "request"  # of an attempt: which request to run again added it
 READY = "ready"  # of the study: all its trials are in the storage
 State = Literal["waiting", "running", "interrupted", "ended"]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How an attempt ended: "done", "pruned", "failed", "killed", "not finite", "timed out" or "stopped".
-
-    Attributes:
-        status: one of these.
-        value: of the objective, if there is one.
-        why: the reason in words.
-        objective: what the value is of, such as "loss" or "evaluation.loss".
-    """
-
-    status: str
-    value: float | None = None
-    why: str | None = None
-    objective: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +67,6 @@ class Claim:
     reported: set[int]  # the updates whose values the pruner has
 
 
-SamplerOf = Callable[[int], "BaseSampler"]
-
-
 class TrialQueue:
     """A sweep's trials in its storage. Several threads may use it.
 
@@ -96,17 +78,17 @@ class TrialQueue:
         direction: "minimize" or "maximize"; creates the study if it is missing. None demands that it is there.
 
     Attributes:
+        url: of the storage.
         patience: how long failures of the storage are waited out.
 
     Raises:
-        ImportError: optuna, or the storage's driver, is missing.
-        StorageUnreachable: the storage cannot be opened, or has no such study.
+        StorageUnreachable: the storage cannot be opened, its driver is missing, or it has no such study.
     """
 
     def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
-        require_optuna()
         import optuna
 
+        self.url = url
         self._grace_s = grace_s
         self._turn = threading.RLock()
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
@@ -135,10 +117,10 @@ class TrialQueue:
         except KeyError:
             raise StorageUnreachable(f"The storage has no sweep named {name!r}. Start it there first.") from None
 
-    def _load(self, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> optuna.Study:
+    def _load(self, sampler: BaseSampler | None = None) -> optuna.Study:
         import optuna
 
-        return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler, pruner=pruner)
+        return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler)
 
     # -- what the study is ---------------------------------------------------------------------------------
 
@@ -218,8 +200,8 @@ class TrialQueue:
         import optuna
 
         with self._turn:
-            in_line = [(one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL], one) for one in self._frozen("WAITING")]
-            for _, _, waiting in sorted(in_line, key=lambda one: one[:2]):
+            in_line = lambda one: (one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL])  # noqa: E731
+            for waiting in sorted(self._frozen("WAITING"), key=in_line):
                 key = waiting._trial_id
                 try:
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
@@ -320,7 +302,7 @@ class TrialQueue:
     def beat(self) -> list[Claim]:
         """Record a heartbeat of each attempt of this worker; returns those that were given to another worker."""
         file = self._backend.engine.url.database
-        if self._backend.url.startswith("sqlite") and file and not Path(file).exists():  # open connections would go on
+        if self.url.startswith("sqlite") and file and not Path(file).exists():  # open connections would go on
             raise StorageUnreachable(
                 f"The sweep's storage {file} was removed while the sweep ran. Running trials were stopped with "
                 "checkpoints. Put it back, or start the sweep again: each trial then begins at its newest checkpoint."
@@ -407,7 +389,8 @@ class TrialQueue:
 
     def _add_again(self, one: FrozenTrial, facts: Mapping[str, Any] | None = None) -> None:
         known = one.user_attrs
-        attributes = {**(facts or {}), **{name: known[name] for name in (FIXED,) if name in known}}
+        fixed = {FIXED: known[FIXED]} if FIXED in known else {}
+        attributes = {**(facts or {}), **fixed}
         self._add(known[TRIAL], known[ATTEMPT] + 1, one.params, one.distributions, attributes, one.intermediate_values)
 
     def close(self) -> None:

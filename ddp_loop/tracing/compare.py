@@ -103,7 +103,13 @@ _NARROW = 2e-2
 _FLOOR = 1e-2
 _UNTOUCHED = 16.0  # units in the last place
 _SMALL = 1e-3  # the least scale of a row
-KINDS = ("row", "gradient", "parameter", "buffer", "state")
+KINDS = {  # of entries, in words
+    "row": "the losses and metrics",
+    "gradient": "the gradients",
+    "parameter": "the parameters",
+    "buffer": "the buffers",
+    "state": "the optimizer's and other state",
+}
 
 
 @dataclass(frozen=True)

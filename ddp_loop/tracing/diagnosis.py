@@ -49,6 +49,7 @@ _ABOUT = 0.2, 0.4  # the allowed errors of the ratio of losses and of gradients,
 _FAR = 0.67  # the allowed ratio of log n to k log(n / k), for n samples in k pieces; so halves need 16 samples
 _FEW = 64  # the most samples of a mini-batch that is cut in more ways: it must fit one shard
 _TWO_ROWS = 4  # samples of a shard with two in each half; single gradients span too much
+_MOST = 4096  # elements of a gradient that are kept
 _ELEMENTS = 8  # the fewest elements of a gradient that a relation must fit
 
 SCALES = (
@@ -160,10 +161,10 @@ def _cuts(*traces: Trace) -> Iterator[tuple[int, str, list[dict[int, _Piece]]]]:
                 yield step, turn, [cut[turn] for cut in cuts]
 
 
-def sparse_part(gradient: torch.Tensor, most: int = 4096) -> torch.Tensor:
+def sparse_part(gradient: torch.Tensor) -> torch.Tensor:
     """Some elements of a gradient, float64 on the CPU: enough to find linear relations between gradients."""
     flat = gradient.detach().reshape(-1)
-    flat = flat[:: max(1, -(-len(flat) // most))].to("cpu")
+    flat = flat[:: max(1, -(-len(flat) // _MOST))].to("cpu")
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).to(torch.float64, copy=True)
 
 
@@ -215,7 +216,7 @@ def _sample_sums(shards: _Cut) -> dict[str, torch.Tensor]:
     return {name: torch.cat([each[name] for each in rows]) for name in names}
 
 
-def explain_loss(one: Trace, other: Trace, step: int, turn: str = "") -> str | None:
+def explain_loss(one: Trace, other: Trace, step: int, turn: str) -> str | None:
     """The reason why the folded loss differs, from the shards' losses and gradients; None if unknown.
 
     See [Note: Diagnosis].
@@ -334,7 +335,10 @@ def explain_halves(one: Trace, halved: Trace) -> str | None:
     floor = 0.1 * rounding_of(one)
     for step, turn, (shards, halves) in _cuts(one, halved):
         pairs = _pairs(shards, halves, one)
-        reason = _of_loss(pairs, shards, floor) or _of_metrics(shards, halves)
+        reason = None
+        if pairs:
+            reason = _of_sum(pairs, floor) if shards[pairs[0].number].reduction == "sum" else _of_mean(pairs)
+        reason = reason or _of_metrics(shards, halves)
         if reason is not None:
             return f"In step {step}, {turn}{reason}"
     return None
@@ -383,11 +387,6 @@ def difference_of_halves(one: Trace, halved: Trace) -> float:
     return difference if difference > _FITS else 0.0
 
 
-def is_given_as_sum(trace: Trace, step: int) -> bool:
-    """Whether a loss of a step is given with reduction="sum"."""
-    return any(name.endswith(", sum of loss") for _, name in trace.of_shards(step))
-
-
 def _cut_shards(shards: _Cut, pieces: _Cut) -> list[tuple[int, list[_Piece]]]:
     """The number of each shard that is cut into pieces, with the shard and its pieces, by the places of the samples."""
     starts = _starts(shards)
@@ -433,14 +432,6 @@ def _pairs(shards: _Cut, parts: _Cut, trace: Trace) -> list[_Pair]:
 
 
 # -- reasons -----------------------------------------------------------------------------------------------
-
-
-def _of_loss(pairs: list[_Pair], shards: _Cut, floor: float) -> str | None:
-    if not pairs:
-        return None
-    if shards[pairs[0].number].reduction == "sum":
-        return _of_sum(pairs, floor)
-    return _of_mean(pairs)
 
 
 def _of_sum(pairs: list[_Pair], floor: float) -> str | None:

@@ -38,15 +38,12 @@ def _parts(name: str, data: Any, count: int) -> Iterator[tuple[str, torch.Tensor
     elif isinstance(data, tuple | list):
         found = [part for number, value in enumerate(data) for part in _parts(f"{name} {number}", value, count)]
         yield from found
-        if not found and isinstance(data, list) and len(data) == count:
-            yield from _of_samples(name, data)
-
-
-def _of_samples(name: str, samples: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    leaves = [[leaf for leaf in tensors_in(sample) if _is_strided(leaf)] for sample in samples]
-    if len({len(each) for each in leaves}) == 1:
-        for number, values in enumerate(zip(*leaves, strict=True)):
-            yield f"{name}, {number} of each sample", torch.cat([_of_rows(value[None]) for value in values])
+        if found or not isinstance(data, list) or len(data) != count:
+            return
+        leaves = [[leaf for leaf in tensors_in(sample) if _is_strided(leaf)] for sample in data]
+        if len({len(each) for each in leaves}) == 1:
+            for number, values in enumerate(zip(*leaves, strict=True)):
+                yield f"{name}, {number} of each sample", torch.cat([_of_rows(value[None]) for value in values])
 
 
 def _is_strided(data: Any) -> bool:

@@ -93,7 +93,11 @@ class Trace:
 
     def common(self, step: int, rank: int = 0) -> Entries:
         """The entries of one rank that concern the whole mini-batch."""
-        return {key: one for key, one in self.steps[rank][step].items() if not _is_of_a_shard(key[1])}
+        return {
+            (stage, name): one
+            for (stage, name), one in self.steps[rank][step].items()
+            if not (name.startswith("shard ") or ", shard " in name.partition(", gradient")[0])
+        }
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,6 @@ def load_values(path: Path) -> Values:
     from safetensors.torch import load_file
 
     return {tuple(key.split(": ", 1)): value for key, value in load_file(path).items()}  # type: ignore[misc]
-
-
-def _is_of_a_shard(name: str) -> bool:
-    """Whether an entry concerns one shard, not the whole mini-batch."""
-    return name.startswith("shard ") or ", shard " in name.partition(", gradient")[0]
 
 
 def read_trace(run: Path) -> Trace:

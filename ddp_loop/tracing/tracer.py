@@ -129,7 +129,6 @@ class Tracer:
         self._mini_batch: MiniBatch
         self._pass = ""
         self.is_new = True  # nothing is written yet
-        self._path = folder / f"rank-{world.rank}.jsonl"
         self._file: BufferedWriter | None = None
         tensors = {name: [str(one.dtype), list(one.shape)] for name, one in find_tensors(state).items()}
         self._head = {
@@ -149,14 +148,15 @@ class Tracer:
         Raises:
             OSError: it cannot be written.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank-{self._world.rank}.jsonl"
+        temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as file:
             file.write(json.dumps(self._head).encode() + b"\n")
             if iteration:
-                file.writelines(lines_up_to(self._path, iteration))
-        temporary.replace(self._path)
-        self._file = self._path.open("ab")
+                file.writelines(lines_up_to(path, iteration))
+        temporary.replace(path)
+        self._file = path.open("ab")
 
     def _record(self, stage: str, name: str, value: Leaf) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))

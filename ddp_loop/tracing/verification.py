@@ -14,6 +14,7 @@ from pathlib import Path
 from ddp_loop.data import Cut
 from ddp_loop.distributed import RankFailed, launch, run_script, sharing_gpus
 from ddp_loop.tracing.compare import (
+    KINDS,
     Mismatch,
     compare_values,
     counted,
@@ -26,7 +27,6 @@ from ddp_loop.tracing.diagnosis import (
     explain_halves,
     explain_loss,
     explain_singles,
-    is_given_as_sum,
     is_judged_whole,
     is_small,
     other_sample,
@@ -110,20 +110,6 @@ def last_output(folder: Path, lines: int = 12) -> str:
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 
-_KINDS = {
-    "row": "the losses and metrics",
-    "gradient": "the gradients",
-    "parameter": "the parameters",
-    "buffer": "the buffers",
-    "state": "the optimizer's and other state",
-}
-
-
-def _share(tolerances: float) -> str:
-    """`12.00% of`, `3,053 times`."""
-    return f"{tolerances:.2%} of" if tolerances < 10 else f"{tolerances:,.0f} times"
-
-
 def _ranks(trace: Trace) -> str:
     return counted(trace.head["ranks"], "rank")
 
@@ -188,7 +174,7 @@ class _Verdict:
     """
 
     problem: str | None
-    lines: tuple[str, ...] = ()
+    lines: Sequence[str] = ()
     same_bits: bool = False
     may_be_rounding: bool = False
     where: str | None = None
@@ -297,8 +283,8 @@ def _against(reference: list[Trace], found: list[Trace], tolerance: float | None
         lines += [f"{which}{line}" for line in verdict.lines]
         same = same and verdict.same_bits
         if verdict.problem is not None:
-            return replace(verdict, lines=tuple(lines))
-    return _Verdict(None, tuple(lines), same)
+            return replace(verdict, lines=lines)
+    return _Verdict(None, lines, same)
 
 
 def _following(reference: list[Trace], found: list[Trace], job: VerifyJob, folder: Path) -> _Verdict:
@@ -331,11 +317,11 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
     if parting is None:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
-    lines = tuple(
-        f"largest difference of {_KINDS[kind]}: `{each.name}` in step {each.step}, {_share(each.tolerances)} the "
-        "tolerance for rounding"
-        for kind, each in largest.items()
-    )
+    lines = []
+    for kind, each in largest.items():
+        share = f"{each.tolerances:.2%} of" if each.tolerances < 10 else f"{each.tolerances:,.0f} times"
+        largest_of_kind = f"largest difference of {KINDS[kind]}: `{each.name}` in step {each.step}"
+        lines.append(f"{largest_of_kind}, {share} the tolerance for rounding")
     same_shards = one.head["shards"] == other.head["shards"]
     if same_shards and one.head["ordered"] and other.head["ordered"]:
         rule = "With fixed shards, in an ordered fold, every number of ranks must give the same bits."
@@ -349,8 +335,10 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
         unequal = min(sample, unequal or sample, key=lambda each: each.place)
     if unequal is None:
         return _Verdict(evaluated, lines, may_be_rounding=evaluated is not None)
-    is_open = unequal.stage == "fold" and not same_shards and is_given_as_sum(one, unequal.step)
-    where = f"{_where(unequal)}{_AGREES}" if is_open else None
+    where = None
+    if unequal.stage == "fold" and not same_shards:
+        is_sum = any(name.endswith(", sum of loss") for _, name in one.of_shards(unequal.step))
+        where = f"{_where(unequal)}{_AGREES}" if is_sum else None
     return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late, where=where)
 
 

@@ -14,8 +14,8 @@ import torch
 import ddp_loop as dl
 from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_on
 from ddp_loop.monitor.continuing import command_of
+from ddp_loop.sweeps.folders import begun_folder
 from ddp_loop.sweeps.jobs import ScriptJob
-from ddp_loop.sweeps.sweep_folder import begun_folder
 
 pytestmark = pytest.mark.covers("D1")
 SECRET = "xq7-not-to-be-seen"

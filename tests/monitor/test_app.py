@@ -169,13 +169,13 @@ def test_a_stream_sends_what_is_new(page: Served, client: httpx.Client, run: Pat
 def test_200_slow_clients_neither_block_others_nor_cost_work_each(
     page: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, usual = list[float](), page.site.look
+    made, usual = list[float](), page.site.runs.look
 
     def look() -> Snapshot:
         made.append(time.monotonic())
         return usual()
 
-    monkeypatch.setattr(page.site, "look", look)
+    monkeypatch.setattr(page.site.runs, "look", look)
     stream = f"GET /api/stream HTTP/1.1\r\nhost: 127.0.0.1:{page.port}\r\n{TOKEN_HEADER}: {TOKEN}\r\n\r\n"
     with ExitStack() as stack:
         for number in range(SLOW_CLIENTS):

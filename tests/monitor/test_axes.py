@@ -9,9 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
-from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.monitor.series import MetricSeries
+from ddp_loop.monitor.series import AXES, MetricSeries, places_on
 from tests.support.serving import Served, row, write_lines, write_run
 
 ALL: dict[str, Any] = {"points": 500, "smoothing": 0, "first": 0, "last": 10**9}

@@ -16,7 +16,7 @@ import pytest
 from ddp_loop.checkpoint import FileLock
 from ddp_loop.monitor import run_list
 from ddp_loop.monitor.app import MonitorApp, _sent
-from ddp_loop.monitor.sweep_view import Refused
+from ddp_loop.monitor.sweep_view import Answer, Refused, read_table, write_text
 from ddp_loop.reporting import RunQuery, best_run, list_runs
 from tests.support.logged_files import add_image, add_texts, add_usage
 from tests.support.serving import row
@@ -95,7 +95,11 @@ PANELS: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 def panel(site: MonitorApp, what: str, **asked: str) -> tuple[int, str]:
-    return as_text(site.panels.answer(KEY, what, asked))
+    return as_text(site.panels(site.folder_of(KEY)).answer(what, asked))
+
+
+def table_of(site: MonitorApp) -> Answer:
+    return read_table(site.folder_of(KEY), "confusion")
 
 
 def as_text(answer: tuple[int, Any]) -> tuple[int, str]:
@@ -105,10 +109,10 @@ def as_text(answer: tuple[int, Any]) -> tuple[int, str]:
 
 def read_all(sweep: Path, site: MonitorApp) -> None:
     """Every view of the runs returns JSON, and that of the other run is complete."""
-    runs = {run["key"]: run for run in json.loads(site.look().changes(), parse_constant=pytest.fail)["runs"]}
+    runs = {run["key"]: run for run in json.loads(site.runs.look().changes(), parse_constant=pytest.fail)["runs"]}
     assert (runs[OTHER]["state"], runs[OTHER]["iteration"]) == ("done", 4)
     for status, body in map(as_text, (
-        site.card(KEY), site.sweeps(), site.table(KEY, "confusion"),
+        site.card(KEY), site.sweeps(), table_of(site),
         *(site.curves(KEY, asked) for asked in ({}, {"smoothing": "10"}, {"axis": "epoch"}, {"axis": "time"})),
         *(site.values(KEY, name) for name in ("loss", "__proto__")),
         site.ask_sweep("digits", "again", b'{"trials": [0]}'),
@@ -118,7 +122,7 @@ def read_all(sweep: Path, site: MonitorApp) -> None:
         assert status in (200, 409, 422) or body.startswith("There is no"), body
         if status == 200:
             json.loads(body, parse_constant=pytest.fail)
-    assert site.panels.image(KEY, "0")[0] in (200, 404, 422)
+    assert site.panels(site.folder_of(KEY)).image("0")[0] in (200, 404, 422)
     lines: list[str] = []
     list_runs(RunQuery(sweep, sort="loss"), lines.append, file=sweep / "out.csv")
     best_run(sweep, lines.append)
@@ -219,12 +223,12 @@ def test_a_note_and_a_reason_are_read_from_the_run_folder_only(sweep: Path, tmp_
         (sweep / KEY / "run.json").touch()
         card = json.loads(as_text(site.card(KEY))[1])
         assert (card["state"], card["why"]) == ("stopping", None)
-        assert "secret" not in site.look().changes()
+        assert "secret" not in site.runs.look().changes()
         assert site.stop(KEY)[0] == 202
         assert json.loads(as_text(site.card(KEY))[1])["why"] == "the page"
     assert (tmp_path / "secret").read_text() == "a secret"
     for what in ("note", "name"):
-        assert site.write(KEY, what, b"mine")[0] == 200
+        assert write_text(site.folder_of(KEY), what, b"mine")[0] == 200
     assert (tmp_path / "secret").read_text() == "a secret"
 
 
@@ -240,12 +244,8 @@ def test_runs_may_vanish_while_they_are_looked_at(sweep: Path, monkeypatch: pyte
             shutil.copytree(spare, sweep / KEY)
             with monkeypatch.context() as patch:
                 calls = vanish_at(sweep / KEY, patch, name, turn)
-                runs = json.loads(site.look().changes())["runs"]
-                for act in (
-                    partial(site.card, KEY),
-                    partial(site.curves, KEY, {}),
-                    partial(site.table, KEY, "confusion"),
-                ):
+                runs = json.loads(site.runs.look().changes())["runs"]
+                for act in (partial(site.card, KEY), partial(site.curves, KEY, {}), partial(table_of, site)):
                     with suppress(Refused):  # the run is known no more
                         assert act()[0] in (200, 404)
             assert {run["key"]: run["state"] for run in runs}[OTHER] == "done"

@@ -15,8 +15,7 @@ import pytest
 
 from ddp_loop.checkpoint import RunFolder
 from ddp_loop.monitor import run_list
-from ddp_loop.monitor.run_list import RunList, Snapshot
-from ddp_loop.monitor.summaries import RunSummary
+from ddp_loop.monitor.run_list import RunList, RunSummary, Snapshot
 from ddp_loop.reporting import find_runs
 from tests.support.harness import count_calls
 from tests.support.serving import Served, ask, row, served, write_lines, write_run
@@ -269,23 +268,23 @@ def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
     assert read == []
     (run / "note.txt").write_text("seen")
     assert summary.look(time.monotonic() + 9)
-    assert (read, summary.summary()["note"]) == (["one"], "seen")
+    assert (read, summary.said["note"]) == (["one"], "seen")
     with (run / "rows.jsonl").open("a") as file:
         file.write(json.dumps(row(2)) + "\n")
     assert summary.look(time.monotonic() + 9)
-    assert summary.summary()["last"] == {"loss": 1 / 2}
+    assert summary.said["last"] == {"loss": 1 / 2}
     write_lines(run / "rows.jsonl", [row(1, loss=5.0)])  # it resumed from an earlier step
     assert summary.look(time.monotonic() + 9)
-    assert (summary.summary()["last"], summary.summary()["best"]) == ({"loss": 5.0}, {"loss": 5.0})
+    assert (summary.said["last"], summary.said["best"]) == ({"loss": 5.0}, {"loss": 5.0})
 
 
 def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
     summary = RunSummary("one", "one", run)
     assert summary.look(time.monotonic() - 1)
-    assert (summary.is_behind, summary.summary()["state"], summary.summary()["last"]) == (True, "done", {})
+    assert (summary.is_behind, summary.said["state"], summary.said["last"]) == (True, "done", {})
     assert summary.look(time.monotonic() + 9)
-    assert (summary.is_behind, summary.summary()["last"]) == (False, {"loss": 1.0})
+    assert (summary.is_behind, summary.said["last"]) == (False, {"loss": 1.0})
 
 
 # -- many --------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_loop.monitor import usage_view
-from ddp_loop.monitor.usage_view import MOST_POINTS, MOST_RANKS, UsageView
+from ddp_loop.monitor import run_files
+from ddp_loop.monitor.run_files import MOST_POINTS, MOST_RANKS, UsageView
 from tests.support.logged_files import add_usage, append_lines
 
 
@@ -82,5 +82,5 @@ def test_of_very_many_ranks_the_first_are_shown(tmp_path: Path, monkeypatch: pyt
         append_lines(tmp_path / "usage" / f"rank-{rank}.jsonl", [{"elapsed_s": 1.0, "memory_mib": 1.0}])
     view = UsageView(tmp_path)
     assert [one["rank"] for one in view.look()["ranks"]] == list(range(MOST_RANKS))
-    monkeypatch.setattr(usage_view, "READ_S", 0.0)
+    monkeypatch.setattr(run_files, "READ_S", 0.0)
     assert len(view.look()["ranks"]) == MOST_RANKS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_loop.sweeps.trial_folder import Objective, ObjectiveReader
+from ddp_loop.sweeps.folders import Objective, ObjectiveReader
 
 
 def write(path: Path, *rows: dict[str, object]) -> None:

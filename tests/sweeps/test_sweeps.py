@@ -18,11 +18,10 @@ from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.reporting import ask_for
 from ddp_loop.sweeps.command import _plan_of
+from ddp_loop.sweeps.folders import Objective, read_sweep
 from ddp_loop.sweeps.plan import make_sampler
 from ddp_loop.sweeps.results import TrialResult, say_results
 from ddp_loop.sweeps.running import left_s
-from ddp_loop.sweeps.sweep_folder import read_sweep
-from ddp_loop.sweeps.trial_folder import Objective
 from tests.support.paths import ROOT
 from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial, writes
 

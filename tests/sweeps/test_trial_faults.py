@@ -20,13 +20,20 @@ from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.reporting import ask_for, trial_folder
 from ddp_loop.sweeps import running
+from ddp_loop.sweeps.folders import (
+    Ending,
+    ObjectiveReader,
+    begin_attempt,
+    end_attempt,
+    has_requests,
+    is_dead,
+    worker_name,
+)
 from ddp_loop.sweeps.jobs import FunctionJob
 from ddp_loop.sweeps.plan import make_plan
 from ddp_loop.sweeps.running import SweepWorker
 from ddp_loop.sweeps.storage import StorageUnreachable
-from ddp_loop.sweeps.sweep_folder import has_requests, is_dead, worker_name
-from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt
-from ddp_loop.sweeps.trial_queue import Claim, Ending, TrialQueue
+from ddp_loop.sweeps.trial_queue import Claim, TrialQueue
 from tests.support.harness import until
 from tests.support.trials import faulty, final, train, trial, trivial, updates
 

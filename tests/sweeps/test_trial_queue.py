@@ -23,9 +23,9 @@ from sqlalchemy import Engine, event
 from sqlalchemy.sql.ddl import SchemaGenerator
 
 from ddp_loop.sweeps import storage
-from ddp_loop.sweeps.plan import make_sampler
-from ddp_loop.sweeps.space import Space, make_space
-from ddp_loop.sweeps.trial_queue import READY, Attempt, Claim, Ending, TrialQueue
+from ddp_loop.sweeps.folders import Ending
+from ddp_loop.sweeps.plan import Space, make_sampler, make_space
+from ddp_loop.sweeps.trial_queue import READY, Attempt, Claim, TrialQueue
 
 ALIVE: Callable[[str], bool | None] = lambda worker: False  # noqa: E731
 SPAWN = multiprocessing.get_context("spawn")
