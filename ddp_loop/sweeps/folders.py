@@ -352,7 +352,8 @@ class ObjectiveReader:
     """Reads an objective from a run folder as the run goes on.
 
     Attributes:
-        value: the last evaluation, or the mean over the samples of the last epoch's rows; None without any.
+        value: the last evaluation, or the weighted mean over the last epoch's rows, as in the terminal; None without
+            any.
         names: of all values in the rows, to suggest one.
     """
 
@@ -397,12 +398,14 @@ class ObjectiveReader:
             self._epoch = row.get("epoch")
             self._sum = 0.0
             self._weight = 0.0
-        weight = float(row.get("samples") or 1)
-        self._sum += weight * value
-        self._weight += weight
-        self.value = self._sum / self._weight
-        self._window.append(value)
-        if iteration % self._every == 0:
+        if not row.get("skipped"):
+            counted = row.get("weight", row.get("samples", 1))
+            weight = float(counted) if isinstance(counted, int | float) else nan
+            self._sum += weight * value
+            self._weight += weight
+            self.value = self._sum / self._weight if self._weight else nan
+            self._window.append(value)
+        if iteration % self._every == 0 and self._window:
             found.append((iteration, sum(self._window) / len(self._window)))
             self._window = []
 

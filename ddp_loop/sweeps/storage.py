@@ -200,6 +200,7 @@ def failures_explained(url: str) -> Iterator[None]:
 
 def check_reachable(url: str) -> None:
     """Raise StorageUnreachable unless a storage can be reached; nothing is written."""
+    require_optuna()  # which needs sqlalchemy
     import sqlalchemy
 
     with _explaining(url):

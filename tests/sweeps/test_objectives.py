@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_the_value_is_the_last_epoch_s_mean_and_reports_are_means_of_updates(tmp
     for one, reports, value in ((row(1, 0, 1.0), [], 1.0), (row(2, 0, 3.0), [(2, 2.0)], 2.0)):
         write(tmp_path / "rows.jsonl", one)
         assert (reader.poll(), reader.value) == (reports, value)
+
+
+def test_own_weights_count_and_skipped_steps_do_not_as_in_the_means_of_the_terminal(tmp_path: Path) -> None:
+    rows = [row(1, 0, 4.0) | {"weight": 3.0}, row(2, 0, None) | {"skipped": 1}, row(3, 0, 2.0) | {"weight": 1.0}]
+    write(tmp_path / "rows.jsonl", *rows)
+    reader = ObjectiveReader(tmp_path, Objective("loss", every=2))
+    assert (reader.poll(), reader.value) == ([(2, 4.0)], 3.5)
+    write(tmp_path / "rows.jsonl", row(4, 0, 1.0) | {"weight": None})
+    assert reader.poll() == [(4, 1.5)]
+    assert reader.value is not None
+    assert math.isnan(reader.value)
 
 
 def test_evaluations_are_reported_one_by_one(tmp_path: Path) -> None:

@@ -78,6 +78,13 @@ def test_a_sampler_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_storage_without_optuna(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("optuna", "sqlalchemy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["sweep", "work", "sqlite:///none.db"]) == 2
+    assert "A sweep needs optuna. optuna is missing. Run pip install" in capsys.readouterr().err
+
+
 def test_functions_that_new_processes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "has_cloudpickle", lambda: False)
     with pytest.raises(TypeError, match=r"cannot be pickled.*Import it from a module"):
