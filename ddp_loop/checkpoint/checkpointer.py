@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
 import torch
@@ -40,7 +40,7 @@ from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_di
 from ddp_loop.elastic import leave_advice
 
 OnSaveError = Literal["raise", "warn"]
-_ON_SAVE_ERROR = ("raise", "warn")
+
 _SHOWN = 4  # settings in a line
 _LOOK_S = 0.005
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
@@ -73,8 +73,8 @@ class CheckpointPolicy:
                 check_count(name, value)
         if not self.every_s > 0:
             raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
-        if self.on_error not in _ON_SAVE_ERROR:
-            raise ValueError(f"on_save_error must be one of {_ON_SAVE_ERROR}. Got {self.on_error!r}.")
+        if self.on_error not in get_args(OnSaveError):
+            raise ValueError(f"on_save_error must be one of {get_args(OnSaveError)}. Got {self.on_error!r}.")
 
 
 @dataclass(frozen=True)
@@ -352,43 +352,33 @@ class Checkpointer:
             return
 
         started = threading.Event()
-        sums = self.sum_files()  # now: the files grow
+        files = self.sum_files()  # now: they grow
 
-        def work() -> None:
+        def write() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
-            self._write(store, snapshot, copied, score, sums)
+            iteration = snapshot.position["iteration"]
+            try:
+                names, checksums = self._job.checksums(copied)
+                self._compare(snapshot, names, checksums)
+                facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
+                facts |= {"checksums": dict(zip(names, checksums.tolist(), strict=True)), "files": dict(files)}
+                what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
+                with explained(what, REPAIR):
+                    sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
+                self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
+                self.missing.pop("checkpoint", None)
+                self.write_status("running", iteration=iteration)
+            except Exception as error:
+                self._take_error(error, "No checkpoint was written")
+                self.missing["checkpoint"] = f"the checkpoint of step {iteration}"
             self.drop(snapshot)
 
-        self._thread = threading.Thread(target=work, name="ddp_loop save")
+        self._thread = threading.Thread(target=write, name="ddp_loop save")
         self._thread.start()
         started.set()
 
     def _key(self, snapshot: Snapshot) -> str:
         return f"ddp_loop/save/{self._number}/{snapshot.position['iteration']}"
-
-    def _write(
-        self,
-        store: CheckpointStore,
-        snapshot: Snapshot,
-        copied: SerializedState,
-        score: float | None,
-        files: Mapping[str, FileSum],
-    ) -> None:
-        try:
-            names, sums = self._job.checksums(copied)
-            self._compare(snapshot, names, sums)
-            facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
-            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True)), "files": dict(files)}
-            iteration = snapshot.position["iteration"]
-            what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
-            with explained(what, REPAIR):
-                sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
-            self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
-            self.missing.pop("checkpoint", None)
-            self.write_status("running", iteration=iteration)
-        except Exception as error:
-            self._take_error(error, "No checkpoint was written")
-            self.missing["checkpoint"] = f"the checkpoint of step {snapshot.position['iteration']}"
 
     def _take_error(self, error: Exception, what: str) -> None:
         if isinstance(error, OSError) and self.continues:
@@ -482,11 +472,6 @@ class Checkpointer:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
                 self.missing["status"] = f"the status {status!r}"
 
-    def _advise(self, error: BaseException) -> None:
-        """Add to the error how to go on, unless the launcher says it."""
-        if self._advice and not self._has_left_advice:
-            error.add_note(self._advice)
-
     def _say_what_is_missing(self, iteration: int, *, was_left: bool) -> None:
         """Say that a save failed before the loop's next step, or was asked for in the step in which it was left."""
         if (problem := self.problem()) is not None:
@@ -516,7 +501,8 @@ class Checkpointer:
                 write_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
-            self._advise(error)
+            if self._advice and not self._has_left_advice:  # else the launcher says it
+                error.add_note(self._advice)
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
         if not self._is_refused:

@@ -44,9 +44,15 @@ class StagingBuffers:
             pairs.setdefault(tensor.device, []).append((own, tensor))
         with torch.no_grad():
             for device, copies in pairs.items():
-                _copy(accelerator_of(device), copies)
+                accelerator = accelerator_of(device)
+                if accelerator.is_gpu:
+                    _copy_through_blocks(accelerator, copies)
+                    continue
+                here, there = zip(*copies, strict=True)
+                if (event := accelerator.start_copies(here, there)) is not None:
+                    wait_for(event)
         self._memory = memory
-        return SerializedState(packed.structure, dict(memory))
+        return SerializedState(packed.structure, memory)
 
     def free_if_large(self) -> None:
         """Free the memory of the last copy, unless it is small enough to wait for the next one."""
@@ -54,18 +60,8 @@ class StagingBuffers:
             self._memory = {}
 
 
-def _copy(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:
-    """Copy each second tensor, on the device, into the first one, on the host; both are contiguous."""
-    if accelerator.is_gpu:
-        _copy_through_blocks(accelerator, pairs)
-        return
-    here, there = zip(*pairs, strict=True)
-    if (event := accelerator.start_copies(here, there)) is not None:
-        wait_for(event)
-
-
 def _copy_through_blocks(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:
-    """Copy by way of pinned memory. See [Note: Blocks]."""
+    """Copy each second tensor, on the device, into the first one, on the host. See [Note: Blocks]."""
     size = min(BLOCK_BYTES, sum(tensor.nbytes for _, tensor in pairs))
     like = torch.empty(size, dtype=torch.uint8, device="meta")
     unused: list[torch.Tensor] = []
