@@ -200,11 +200,8 @@ class TensorReader:
 
     def _rows(self, indices: torch.Tensor | range) -> Any:
         at = {home: indices if isinstance(indices, range) else sent(indices, home) for home in self._homes}
-        taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
+        taken = map_tensors(lambda tensor: pinned(_rows(tensor, at[tensor.device]), self._pins), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
-
-    def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
-        return pinned(rows, self._pins) if rows.is_contiguous() else rows
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor | range) -> torch.Tensor:
@@ -255,7 +252,7 @@ class LoaderReader:
         collate = keywords.pop("collate_fn", None)
         by_value = not keywords.get("pin_memory") and threading.current_thread() is threading.main_thread()
         collate = collate or (messages.default_collate if by_value else default_collate)
-        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
+        self._keyed = SeededDataset(source, seed, collate, self._gpu)
         started = keywords.pop("worker_init_fn", None)
         self._signals = WorkerSignals(started) if keywords.get("num_workers") else None
         make: Any = DataLoader

@@ -116,15 +116,12 @@ class StreamReader:
     def _pieces(self, epoch: int) -> Iterator[tuple[MiniBatch, list[Any], tuple[Shard, ...]]]:
         for position, (samples, is_last) in enumerate(_chunks(iter(self.source), self.size, self.drop_last)):
             sizes, shards = self.division.cut(len(samples), position)
-            # Taken before collate_fn runs, on one rank, since that may remove or overwrite parts of the sample.
-            first, digest = (_kept(samples[0]), quick(samples[0])) if self.compares else (None, 0)
+            first: Any = samples[0] if self.compares else None
+            digest = quick(first) if self.compares else 0
+            if type(first) in (dict, list):  # collate_fn, which runs on one rank, may remove or overwrite its parts
+                first = type(first)(first)
             place = epoch, position, position * self.size, len(samples)
             yield MiniBatch(*place, sizes, shards, is_last, first, digest), samples, shards
-
-
-def _kept(sample: Any) -> Any:
-    """A copy of the container, which keeps the parts that the sample has now."""
-    return type(sample)(sample) if type(sample) in (dict, list) else sample
 
 
 def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
@@ -244,7 +241,7 @@ class OwnStreams:
         for position in count(start):
             if is_over(position):
                 if position == 0:
-                    raise self._has_no_mini_batch(known[0])
+                    raise _has_no_mini_batch(known[0])
                 return
             here = known[position]
             is_last = is_over(position + 1)
@@ -276,14 +273,6 @@ class OwnStreams:
             values[-1] += not piece.is_all
         return Announcement(tuple(values), any(value != base for value in values), learn)
 
-    def _has_no_mini_batch(self, sizes: tuple[int, ...]) -> ValueError:
-        empty = [rank for rank, one in enumerate(sizes) if not one]
-        said = "None of them does" if len(empty) == len(sizes) else f"That of rank {empty[0]} does not"
-        return ValueError(
-            f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
-            + ("." if len(empty) == len(sizes) else ', or until="all".')
-        )
-
     def _alone(
         self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int
     ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
@@ -302,3 +291,12 @@ class OwnStreams:
                 "One of the ranks' own streams must have a sample. None of them has. Pass objects whose __iter__ "
                 "restarts."
             )
+
+
+def _has_no_mini_batch(sizes: tuple[int, ...]) -> ValueError:
+    """The error of an epoch whose first mini-batch would have these sizes."""
+    said = f"That of rank {sizes.index(0)} does not" if any(sizes) else "None of them does"
+    return ValueError(
+        f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
+        + (', or until="all".' if any(sizes) else ".")
+    )
