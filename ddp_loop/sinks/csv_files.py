@@ -93,8 +93,9 @@ class _Csv:
     def __init__(self, path: Path) -> None:
         self._rows = _CsvFile(path)
         self._evaluations = _CsvFile(path.with_suffix(f".evaluations{path.suffix}"))
-        self._logged = _CsvFile(path.with_suffix(f".logged{path.suffix}"))
-        self._files = (self._rows, self._evaluations, self._logged)
+        logged = _CsvFile(path.with_suffix(f".logged{path.suffix}"))
+        self.logged = logged.add
+        self._files = (self._rows, self._evaluations, logged)
 
     def begin(self, run: RunStart) -> None:
         for file in self._files:
@@ -106,9 +107,6 @@ class _Csv:
     def evaluated(self, line: Row) -> None:
         self._evaluations.add(line)
         self._evaluations.flush()
-
-    def logged(self, line: Row) -> None:
-        self._logged.add(line)
 
     def flush(self) -> None:
         """Write the lines so far."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import posixpath
 import re
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.reporting import RunStart, png
-from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept
+from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +46,7 @@ class _Mlflow:
         self._points = PointQueue(self._send, every_s)
         self.evaluated = self._points.add_evaluation
         self.logged = self._points.add_logged
+        self.flush = self._points.flush
 
     def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
@@ -109,10 +109,6 @@ class _Mlflow:
         number = self._files[f"{stem}.{kind}"]
         return f"{stem}.{kind}" if number == 1 else f"{stem}-{number}.{kind}"
 
-    def flush(self) -> None:
-        """Send the points so far."""
-        self._points.flush()
-
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which MLflow shows."""
         self._status = "FINISHED" if error is None else "FAILED"
@@ -152,6 +148,5 @@ def mlflow_sink(
     Raises:
         ImportError: mlflow is missing.
     """
-    if importlib.util.find_spec("mlflow") is None:
-        raise ImportError('mlflow_sink needs mlflow. Run pip install "ddp_loop[mlflow]"')
+    require("mlflow")
     return _Mlflow(experiment, run_name, tracking_uri, every_s)

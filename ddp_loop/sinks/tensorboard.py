@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import Point, PointQueue, Row
+from ddp_loop.sinks.points import Point, PointQueue, Row, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,6 +90,5 @@ def tensorboard_sink(folder: str | os.PathLike[str], every_s: float = 1.0) -> _T
     Raises:
         ImportError: tensorboard is missing.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('tensorboard_sink needs tensorboard. Run pip install "ddp_loop[tensorboard]"')
+    require("tensorboard")
     return _TensorBoard(Path(folder), every_s)

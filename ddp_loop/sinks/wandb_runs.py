@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept
+from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +35,7 @@ class _Wandb:
         self._points = PointQueue(self._send, every_s)
         self.evaluated = self._points.add_evaluation
         self.logged = self._points.add_logged
+        self.flush = self._points.flush
         self._exit_code = 0
 
     def begin(self, run: RunStart) -> None:
@@ -101,10 +101,6 @@ class _Wandb:
         rows = [[label, *row] for label, row in zip(table["rows"], table["values"], strict=True)]
         self._points.add("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
 
-    def flush(self) -> None:
-        """Send the points so far, and note what was sent."""
-        self._points.flush()
-
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which Weights & Biases shows."""
         self._exit_code = 0 if error is None else 1
@@ -146,6 +142,5 @@ def wandb_sink(
     Raises:
         ImportError: wandb is missing.
     """
-    if importlib.util.find_spec("wandb") is None:
-        raise ImportError('wandb_sink needs wandb. Run pip install "ddp_loop[wandb]"')
+    require("wandb")
     return _Wandb(project, name, mode, every_s, options)
