@@ -29,7 +29,7 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
@@ -143,8 +143,7 @@ class Checkpointer:
         self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest = ""
-        self._advice = ""  # on how to go on from there, on rank 0
-        self._has_left_advice = False  # to the launcher
+        self._advice = ""  # on how to go on from there, on rank 0, unless the launcher says it
         self.asked = False
         self.sums: Mapping[str, FileSum] = {}
         self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
@@ -430,7 +429,11 @@ class Checkpointer:
             return None
         (name, facts), packed = found
         if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and not self._has_fixed_shards:
-            self.say(f"{self.folder} {on_other_ranks(ranks, now)}")
+            self.say(
+                f"{self.folder} ran on {ranks} rank{'s' * (ranks > 1)} and resumes on {now}. Without shards= each rank "
+                "computes one shard, so the numbers are equal but for rounding, and the bits differ. Begin runs with "
+                f"Batches(shards={max(ranks, now)}) for the same bits on any number of ranks."
+            )
         with self._world.failing_together(*_OF_STATE):
             self._job.restore(packed, facts["checksums"])
         self._keep(name)
@@ -442,8 +445,8 @@ class Checkpointer:
         """Note the newest durable checkpoint, also for the launcher, which names it if a rank fails."""
         self.newest = name
         if self._run is not None:
-            self._advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
-            self._has_left_advice = leave_advice(self._advice)
+            advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
+            self._advice = "" if leave_advice(advice) else advice
 
     def _read(self) -> tuple[tuple[str, Mapping[str, Any]], SerializedState] | None:
         """Read the newest valid checkpoint, on rank 0: its name, its facts, and its state."""
@@ -501,7 +504,7 @@ class Checkpointer:
                 write_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
-            if self._advice and not self._has_left_advice:  # else the launcher says it
+            if self._advice:
                 error.add_note(self._advice)
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)

@@ -72,15 +72,6 @@ MOST_JSON = 1 << 26  # bytes
 MOST_WHY = 200  # letters of a request to stop
 
 
-def on_other_ranks(before: int, now: int) -> str:
-    """Return what is said of a run without fixed shards that resumes on another number of ranks."""
-    return (
-        f"ran on {before} rank{'s' * (before > 1)} and resumes on {now}. Without shards= each rank computes one shard, "
-        "so the numbers are equal but for rounding, and the bits differ. Begin runs with "
-        f"Batches(shards={max(before, now)}) for the same bits on any number of ranks."
-    )
-
-
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
     """Return what describes a run: its script's name and content, its arguments, and these facts."""
     main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")

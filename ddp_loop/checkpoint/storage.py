@@ -159,7 +159,11 @@ class CheckpointStore:
             temporary.rename(path)
             sync_folder(self.folder)
         try:
-            self._prune(path)
+            whole = [entry for entry in self.entries() if entry.problem is None]  # a person looks at damaged ones
+            best = best_of(whole)
+            for entry in whole[self._keep :]:
+                if entry is not best and entry.path != path:
+                    remove(entry.path)
         except OSError as error:
             self._say(f"Old checkpoints in {self.folder} could not be removed ({error}). Remove them by hand.")
         return path
@@ -293,14 +297,6 @@ class CheckpointStore:
             problem = f"{name} cannot be read now ({error.__cause__ or error})"
         return CheckpointInfo(path, _numbers_in(name)[0], score, size, written, problem)
 
-    def _prune(self, written: Path) -> None:
-        """Remove old checkpoints except the best one; damaged ones are left for a person to look at."""
-        whole = [entry for entry in self.entries() if entry.problem is None]
-        best = best_of(whole)
-        for entry in whole[self._keep :]:
-            if entry is not best and entry.path != written:
-                remove(entry.path)
-
 
 def store_of(run: Path) -> CheckpointStore:
     """The checkpoints of a run folder, to be read.
@@ -349,8 +345,12 @@ def best_of(entries: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 def by_score(entries: list[CheckpointInfo]) -> list[CheckpointInfo]:
     """Return the intact checkpoints with a finite score, the lowest first, of equals the oldest."""
-    scored = [one for one in entries[::-1] if one.problem is None and one.score is not None]
-    return sorted((one for one in scored if math.isfinite(one.score or 0.0)), key=lambda one: one.score or 0.0)
+    scored = [
+        (one.score, one)
+        for one in entries[::-1]
+        if one.problem is None and one.score is not None and math.isfinite(one.score)
+    ]
+    return [one for _, one in sorted(scored, key=lambda pair: pair[0])]
 
 
 def _numbers_in(name: str) -> tuple[int, int]:

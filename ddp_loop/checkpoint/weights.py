@@ -187,7 +187,12 @@ def export_weights(
         ValueError: as `load`, or the part has other values than tensors, or the file's name is one for `torch.load`.
         OSError: the checkpoint cannot be read, or the file not be written.
     """
-    _check_name(file)
+    if file.suffix.lower() in _PICKLED:
+        named = file.with_suffix(".safetensors")
+        raise ValueError(
+            f"export writes a safetensors file, which torch.load cannot read. Got {file}. Pass -o {named}; for "
+            f"torch.load, then call torch.save(safetensors.torch.load_file({str(named)!r}), {str(file)!r})."
+        )
     found = read_checkpoint(run, say=say, best=best, name=checkpoint)
     tensors = _tensors_of(part_of(found, part), part, found.path)
     folder = found.path.parents[1]
@@ -203,15 +208,6 @@ def export_weights(
     many = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
     mib = sum(one.nbytes for one in tensors.values()) / 2**20
     return f"{file}: {many} of {part}, {mib:.1f} MiB, from {found.path} ({origin})"
-
-
-def _check_name(file: Path) -> None:
-    if file.suffix.lower() in _PICKLED:
-        named = file.with_suffix(".safetensors")
-        raise ValueError(
-            f"export writes a safetensors file, which torch.load cannot read. Got {file}. Pass -o {named}; for "
-            f"torch.load, then call torch.save(safetensors.torch.load_file({str(named)!r}), {str(file)!r})."
-        )
 
 
 def _tensors_of(value: Any, part: str, path: Path) -> dict[str, torch.Tensor]:

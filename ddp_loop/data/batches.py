@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
@@ -478,10 +478,10 @@ class Batches:
     def _streamed(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Iterator[LoadedBatch]:
         own = self._own
         self._passed = StreamPass()
-        if own is None:
-            found = stream.mini_batches(epoch, start)
-        else:
+        if own is not None:
             found = own.epoch(stream, epoch, start, agrees=agrees)
+        else:
+            found = islice(stream.read(epoch - 1, stream.mini_batches(epoch)), start, None)
         for mini_batch, data in found:
             self._passed.add(mini_batch)
             loaded = LoadedBatch(mini_batch, data, self)

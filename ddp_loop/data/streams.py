@@ -31,7 +31,7 @@ from ddp_loop.distributed import World
 
 AHEAD = 3  # pieces
 ANNOUNCED = 2  # values beside the ranks' sizes: the samples that are not used, and the ranks that have more of them
-Piece = TypeVar("Piece")
+Piece = TypeVar("Piece", MiniBatch, "OwnPiece")
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,13 @@ class StreamReader:
                 "Pass an object whose __iter__ returns it."
             )
 
-    def read(
-        self, epoch: int, pieces: Iterator[tuple[Piece, list[Any], tuple[Shard, ...]]]
-    ) -> Iterator[tuple[Piece, Iterator[Any]]]:
+    def read(self, epoch: int, pieces: Iterator[tuple[Piece, list[Any]]]) -> Iterator[tuple[Piece, Iterator[Any]]]:
         """The pieces of an epoch, each with the data of its shards on their devices.
 
         Args:
             epoch: counted from 0.
-            pieces: read from the source, each with its samples and this rank's shards of them. Reading has random
-                states of its own, which continue from one piece to the next.
+            pieces: read from the source, each with its samples. Reading has random states of its own, which continue
+                from one piece to the next.
 
         Raises:
             ValueError: the stream gives no piece, as one that does not restart.
@@ -96,9 +94,9 @@ class StreamReader:
                 if found is None:
                     break
                 state = streams(device)
-                piece, samples, shards = found
+                piece, samples = found
                 data = []
-                for shard in shards:
+                for shard in piece.shards:
                     seed_streams(next_key(key, position, shard.number), device)
                     data.append(collated(self.collate, samples[shard.start : shard.start + shard.samples]))
             yield piece, iter([to_devices(one, self.places) for one in data])
@@ -109,31 +107,26 @@ class StreamReader:
                 "whose __iter__ restarts."
             )
 
-    def mini_batches(self, epoch: int, start: int) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
-        """The mini-batches of an epoch, counted from 1, from position `start` on, with this rank's data."""
-        return islice(self.read(epoch - 1, self._pieces(epoch)), start, None)
-
-    def _pieces(self, epoch: int) -> Iterator[tuple[MiniBatch, list[Any], tuple[Shard, ...]]]:
-        for position, (samples, is_last) in enumerate(_chunks(iter(self.source), self.size, self.drop_last)):
+    def mini_batches(self, epoch: int) -> Iterator[tuple[MiniBatch, list[Any]]]:
+        """The mini-batches of an epoch, counted from 1, with all samples."""
+        source = iter(self.source)
+        ahead = self.size if self.drop_last else 1  # so many samples tell whether a mini-batch is the last
+        samples = list(islice(source, self.size))
+        for position in count():
+            if not samples or (self.drop_last and len(samples) < self.size):
+                return
+            following = list(islice(source, ahead))
+            is_last = len(following) < ahead
             sizes, shards = self.division.cut(len(samples), position)
             first: Any = samples[0] if self.compares else None
             digest = quick(first) if self.compares else 0
             if type(first) in (dict, list):  # collate_fn, which runs on one rank, may remove or overwrite its parts
                 first = type(first)(first)
             place = epoch, position, position * self.size, len(samples)
-            yield MiniBatch(*place, sizes, shards, is_last, first, digest), samples, shards
-
-
-def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
-    """Lists of `size` samples, each with whether it is the last; one sample, or `size`, is read ahead for that."""
-    ahead = size if drop_last else 1
-    chunk = list(islice(source, size))
-    while chunk and not (drop_last and len(chunk) < size):
-        following = list(islice(source, ahead))
-        yield chunk, len(following) < ahead
-        if len(following) < ahead:
-            return
-        chunk = following + list(islice(source, size - len(following)))
+            yield MiniBatch(*place, sizes, shards, is_last, first, digest), samples
+            if is_last:
+                return
+            samples = following + list(islice(source, self.size - len(following)))
 
 
 # -- own streams -------------------------------------------------------------------------------------------
@@ -143,18 +136,20 @@ class OwnPiece(NamedTuple):
     """A rank's shard of a mini-batch, and what the rank has read of its stream beyond it.
 
     Attributes:
+        shards: the piece as a shard, of its own samples; none of an empty piece.
         sizes: of the piece and the next ones; 0 after the last one.
         beyond: the number of samples after the piece, with those that `drop_last` leaves out.
         is_all: whether the stream has ended.
     """
 
+    shards: tuple[Shard, ...]
     sizes: tuple[int, ...]
     beyond: int
     is_all: bool
 
 
-def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, list[Any], tuple[Shard, ...]]]:
-    """The pieces of a rank's own stream, each with its samples and its shard; at the end once an empty one."""
+def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, list[Any]]]:
+    """The pieces of a rank's own stream, each with its samples; at the end once an empty one."""
     source = iter(stream.source)
     waiting: deque[list[Any]] = deque()
     left = 0
@@ -169,8 +164,8 @@ def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, li
                 left = len(piece)
         piece = waiting.popleft() if waiting else []
         sizes = *map(len, waiting), *(0,) * (AHEAD - len(waiting))
-        own = OwnPiece((len(piece), *sizes), sum(sizes) + left, is_all)
-        yield own, piece, (Shard(rank, 0, len(piece)),) if piece else ()
+        shards = (Shard(rank, 0, len(piece)),) if piece else ()
+        yield OwnPiece(shards, (len(piece), *sizes), sum(sizes) + left, is_all), piece
         if not piece:
             return
 
