@@ -32,6 +32,7 @@ from ddp_loop.distributed import World
 AHEAD = 3  # pieces
 ANNOUNCED = 2  # values beside the ranks' sizes: the samples that are not used, and the ranks that have more of them
 Piece = TypeVar("Piece", MiniBatch, "OwnPiece")
+Reading = Iterator[tuple[Piece, Iterator[Any]]]  # pieces, each with the data of this rank's shards
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class StreamReader:
                 "Pass an object whose __iter__ returns it."
             )
 
-    def read(self, epoch: int, pieces: Iterator[tuple[Piece, list[Any]]]) -> Iterator[tuple[Piece, Iterator[Any]]]:
+    def read(self, epoch: int, pieces: Iterator[tuple[Piece, list[Any]]]) -> Reading[Piece]:
         """The pieces of an epoch, each with the data of its shards on their devices.
 
         Args:
@@ -190,9 +191,7 @@ class OwnStreams:
     skipped: tuple[int, Any] | None = None
     unused: Unused | None = None
 
-    def epoch(
-        self, stream: StreamReader, epoch: int, start: int, *, agrees: bool
-    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+    def epoch(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Reading[MiniBatch]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.
 
         Args:
@@ -210,9 +209,7 @@ class OwnStreams:
             )
         return self._alone(pieces, epoch)
 
-    def _together(
-        self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int, start: int
-    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+    def _together(self, pieces: Reading[OwnPiece], epoch: int, start: int) -> Reading[MiniBatch]:
         world = self.world
         ends = any if self.until == "first" else all
         found = self._after(pieces, start)
@@ -248,7 +245,7 @@ class OwnStreams:
             if not is_last:
                 found = next(pieces, found)
 
-    def _after(self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], start: int) -> tuple[OwnPiece, Iterator[Any]]:
+    def _after(self, pieces: Reading[OwnPiece], start: int) -> tuple[OwnPiece, Iterator[Any]]:
         """The piece at position `start`, or the last one, which is empty, of a stream that ended before."""
         found = next(pieces)
         for position in range(start):
@@ -268,9 +265,7 @@ class OwnStreams:
             values[-1] += not piece.is_all
         return Announcement(tuple(values), any(value != base for value in values), learn)
 
-    def _alone(
-        self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int
-    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+    def _alone(self, pieces: Reading[OwnPiece], epoch: int) -> Reading[MiniBatch]:
         rank = self.world.rank
         before = split_range(self.batch_size, self.world.size, rank).start  # draws are by sample
         for position, (piece, data) in enumerate(pieces):

@@ -10,12 +10,9 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.reporting import RunStart, append_whole
-
-if TYPE_CHECKING:
-    from io import FileIO
 
 Row = Mapping[str, Any]
 _FLUSH_S = 1.0
@@ -26,7 +23,7 @@ class _CsvFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: FileIO | None = None
+        self._file: io.FileIO | None = None
         self._names: dict[str, None] = {}
         self._lines: list[str] = []
         self._flushed = -math.inf

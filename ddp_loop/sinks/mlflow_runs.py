@@ -9,13 +9,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.reporting import RunStart, png
 from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
-
-if TYPE_CHECKING:
-    import numpy as np
+from ddp_loop.sinks.protocol import Pixels
 
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
@@ -93,7 +91,7 @@ class _Mlflow:
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._client.log_text(self._run, text, f"texts/{self._file(name, iteration, 'txt')}")
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / self._file(name, iteration, "png")
             path.write_bytes(png(pixels))

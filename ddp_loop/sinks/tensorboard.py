@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.reporting import RunStart
 from ddp_loop.sinks.points import Point, PointQueue, Row, require
-
-if TYPE_CHECKING:
-    import numpy as np
+from ddp_loop.sinks.protocol import Pixels
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:
@@ -57,7 +55,7 @@ class _TensorBoard:
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._writer.add_text(name, text, iteration)
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         self._writer.add_image(name, pixels, iteration, dataformats="HWC")
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:

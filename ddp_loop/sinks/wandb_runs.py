@@ -5,13 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ddp_loop.reporting import RunStart
 from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
-
-if TYPE_CHECKING:
-    import numpy as np
+from ddp_loop.sinks.protocol import Pixels
 
 KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each kind of value that was sent
 STEP = "iteration"
@@ -90,7 +88,7 @@ class _Wandb:
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._points.add("text", {name: text}, iteration)
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         import wandb
 
         self._points.add("image", {name: wandb.Image(pixels)}, iteration)
