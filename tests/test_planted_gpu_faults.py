@@ -65,13 +65,13 @@ def reading_from_the_host(*, reuses: bool = False) -> Iterator[None]:
     """Data that do not fit on the GPU go there shard by shard, from pinned memory; it may be written again at once."""
     kept: dict[Any, torch.Tensor] = {}
 
-    def pinned(self: readers.TensorReader, rows: torch.Tensor) -> torch.Tensor:
+    def pinned(rows: torch.Tensor, gpu: accelerators.Accelerator | None) -> torch.Tensor:
         return kept.setdefault((rows.shape, rows.dtype), torch.empty_like(rows, pin_memory=True)).copy_(rows)
 
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(placement, "fits", return_value=False))
         if reuses:
-            patched.enter_context(mock.patch.object(readers.TensorReader, "_pinned", pinned))
+            patched.enter_context(mock.patch.object(readers, "pinned", pinned))
         yield
 
 

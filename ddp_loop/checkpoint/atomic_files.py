@@ -12,11 +12,13 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 REPAIR = "Make room there, make it writable, or put it back. Earlier lines and checkpoints are intact."
 _PRIVATE = 0o600
+_open_private = partial(os.open, mode=_PRIVATE)
 SAVING = ".saving-"
 DELETING = ".deleting-"  # prefixes of what a kill can leave behind
 
@@ -176,10 +178,6 @@ def open_private(path: Path) -> BinaryIO:
     with suppress(OSError):  # it was made by an older version, or is another user's
         os.fchmod(file.fileno(), _PRIVATE)
     return file
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, _PRIVATE)
 
 
 @contextmanager

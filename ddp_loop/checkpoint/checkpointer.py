@@ -22,14 +22,14 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
 import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
@@ -40,7 +40,7 @@ from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_di
 from ddp_loop.elastic import leave_advice
 
 OnSaveError = Literal["raise", "warn"]
-_ON_SAVE_ERROR = ("raise", "warn")
+
 _SHOWN = 4  # settings in a line
 _LOOK_S = 0.005
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
@@ -73,8 +73,8 @@ class CheckpointPolicy:
                 check_count(name, value)
         if not self.every_s > 0:
             raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
-        if self.on_error not in _ON_SAVE_ERROR:
-            raise ValueError(f"on_save_error must be one of {_ON_SAVE_ERROR}. Got {self.on_error!r}.")
+        if self.on_error not in get_args(OnSaveError):
+            raise ValueError(f"on_save_error must be one of {get_args(OnSaveError)}. Got {self.on_error!r}.")
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,7 @@ class Checkpointer:
         self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest = ""
-        self._advice = ""  # on how to go on from there, on rank 0
-        self._has_left_advice = False  # to the launcher
+        self._advice = ""  # on how to go on from there, on rank 0, unless the launcher says it
         self.asked = False
         self.sums: Mapping[str, FileSum] = {}
         self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
@@ -352,43 +351,33 @@ class Checkpointer:
             return
 
         started = threading.Event()
-        sums = self.sum_files()  # now: the files grow
+        files = self.sum_files()  # now: they grow
 
-        def work() -> None:
+        def write() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
-            self._write(store, snapshot, copied, score, sums)
+            iteration = snapshot.position["iteration"]
+            try:
+                names, checksums = self._job.checksums(copied)
+                self._compare(snapshot, names, checksums)
+                facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
+                facts |= {"checksums": dict(zip(names, checksums.tolist(), strict=True)), "files": dict(files)}
+                what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
+                with explained(what, REPAIR):
+                    sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
+                self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
+                self.missing.pop("checkpoint", None)
+                self.write_status("running", iteration=iteration)
+            except Exception as error:
+                self._take_error(error, "No checkpoint was written")
+                self.missing["checkpoint"] = f"the checkpoint of step {iteration}"
             self.drop(snapshot)
 
-        self._thread = threading.Thread(target=work, name="ddp_loop save")
+        self._thread = threading.Thread(target=write, name="ddp_loop save")
         self._thread.start()
         started.set()
 
     def _key(self, snapshot: Snapshot) -> str:
         return f"ddp_loop/save/{self._number}/{snapshot.position['iteration']}"
-
-    def _write(
-        self,
-        store: CheckpointStore,
-        snapshot: Snapshot,
-        copied: SerializedState,
-        score: float | None,
-        files: Mapping[str, FileSum],
-    ) -> None:
-        try:
-            names, sums = self._job.checksums(copied)
-            self._compare(snapshot, names, sums)
-            facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
-            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True)), "files": dict(files)}
-            iteration = snapshot.position["iteration"]
-            what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
-            with explained(what, REPAIR):
-                sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
-            self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
-            self.missing.pop("checkpoint", None)
-            self.write_status("running", iteration=iteration)
-        except Exception as error:
-            self._take_error(error, "No checkpoint was written")
-            self.missing["checkpoint"] = f"the checkpoint of step {snapshot.position['iteration']}"
 
     def _take_error(self, error: Exception, what: str) -> None:
         if isinstance(error, OSError) and self.continues:
@@ -440,7 +429,11 @@ class Checkpointer:
             return None
         (name, facts), packed = found
         if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and not self._has_fixed_shards:
-            self.say(f"{self.folder} {on_other_ranks(ranks, now)}")
+            self.say(
+                f"{self.folder} ran on {ranks} rank{'s' * (ranks > 1)} and resumes on {now}. Without shards= each rank "
+                "computes one shard, so the numbers are equal but for rounding, and the bits differ. Begin runs with "
+                f"Batches(shards={max(ranks, now)}) for the same bits on any number of ranks."
+            )
         with self._world.failing_together(*_OF_STATE):
             self._job.restore(packed, facts["checksums"])
         self._keep(name)
@@ -452,8 +445,8 @@ class Checkpointer:
         """Note the newest durable checkpoint, also for the launcher, which names it if a rank fails."""
         self.newest = name
         if self._run is not None:
-            self._advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
-            self._has_left_advice = leave_advice(self._advice)
+            advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
+            self._advice = "" if leave_advice(advice) else advice
 
     def _read(self) -> tuple[tuple[str, Mapping[str, Any]], SerializedState] | None:
         """Read the newest valid checkpoint, on rank 0: its name, its facts, and its state."""
@@ -481,11 +474,6 @@ class Checkpointer:
             except OSError as error:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
                 self.missing["status"] = f"the status {status!r}"
-
-    def _advise(self, error: BaseException) -> None:
-        """Add to the error how to go on, unless the launcher says it."""
-        if self._advice and not self._has_left_advice:
-            error.add_note(self._advice)
 
     def _say_what_is_missing(self, iteration: int, *, was_left: bool) -> None:
         """Say that a save failed before the loop's next step, or was asked for in the step in which it was left."""
@@ -516,7 +504,8 @@ class Checkpointer:
                 write_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
-            self._advise(error)
+            if self._advice:
+                error.add_note(self._advice)
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
         if not self._is_refused:

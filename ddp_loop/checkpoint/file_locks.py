@@ -83,11 +83,18 @@ def is_locked(path: Path) -> bool | None:
     except OSError:
         return False
     try:
-        return _is_locked(descriptor)
+        if sys.platform == "linux":  # only Linux can tell without taking the lock, which could refuse a new one
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, query))[0]
+            return kind != fcntl.F_UNLCK
+        _lock_file(descriptor)
+    except (BlockingIOError, PermissionError):
+        return True
     except OSError:
         return None
     finally:
         os.close(descriptor)
+    return False
 
 
 def _lock_file(descriptor: int) -> None:
@@ -101,19 +108,6 @@ def _lock_file(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether a process has the lock. Only Linux can tell without taking it, which could refuse a new one."""
-    if sys.platform == "linux":
-        query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, query))[0]
-        return kind != fcntl.F_UNLCK
-    try:
-        _lock_file(descriptor)
-    except (BlockingIOError, PermissionError):
-        return True
-    return False
 
 
 @cache

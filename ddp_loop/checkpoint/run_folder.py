@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ddp_loop.checkpoint.atomic_files import (
 from ddp_loop.checkpoint.config import Config, changes_between
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.secrets import hide_in_config, hide_secrets
-from ddp_loop.checkpoint.starting import lacks_secret, start_command, way_on
+from ddp_loop.checkpoint.starting import lacks_secret, start_command, way_on, working_directory
 from ddp_loop.distributed import MOST_LETTERS
 
 RUN = "run.json"
@@ -72,15 +72,6 @@ MOST_JSON = 1 << 26  # bytes
 MOST_WHY = 200  # letters of a request to stop
 
 
-def on_other_ranks(before: int, now: int) -> str:
-    """Return what is said of a run without fixed shards that resumes on another number of ranks."""
-    return (
-        f"ran on {before} rank{'s' * (before > 1)} and resumes on {now}. Without shards= each rank computes one shard, "
-        "so the numbers are equal but for rounding, and the bits differ. Begin runs with "
-        f"Batches(shards={max(before, now)}) for the same bits on any number of ranks."
-    )
-
-
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
     """Return what describes a run: its script's name and content, its arguments, and these facts."""
     main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
@@ -114,11 +105,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _status_of(folder: Path) -> dict[str, Any]:
+    return read_json(folder / STATUS) or {}
+
+
 def set_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
     """Change a run folder's status in place of its rank 0; an OSError is ignored."""
     with suppress(OSError):
-        before = read_json(folder / STATUS) or {}
-        write_atomic(folder / STATUS, {**before, "status": status, "at": time.time(), **facts}, is_private=True)
+        now = {**_status_of(folder), "status": status, "at": time.time(), **facts}
+        write_atomic(folder / STATUS, now, is_private=True)
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
@@ -161,35 +156,38 @@ class RunFolder:
         self.folder = folder.absolute()
         self.news = list[str]()
         self.changed = list[str]()
-        directory: str | None = None
-        with suppress(OSError):  # the directory was removed
-            directory = os.getcwd()
-        self._start = start_command(directory=directory)
-        self._lock = self._take_lock()
+        self._start = start_command(directory=working_directory())
+        what = f"The run folder {self.folder} cannot be created or written"
+        remedy = "Make room there, make it writable, or pass another run_dir=."
+        if self.folder.is_file():
+            remedy = "It is a file. Pass a folder as run_dir=."
+        with explained(what, remedy):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
         try:
             before = self._read_run()
-            with self._explaining():
+            with explained(what, remedy):
                 self._open(before, facts, settings or {}, resume, config)
         except BaseException:
             self.close()
             raise
 
-    def _explaining(self) -> AbstractContextManager[None]:
-        remedy = "Make room there, make it writable, or pass another run_dir=."
-        if self.folder.is_file():
-            remedy = "It is a file. Pass a folder as run_dir=."
-        return explained(f"The run folder {self.folder} cannot be created or written", remedy)
-
-    def _take_lock(self) -> FileLock:
-        with self._explaining():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                lock = FileLock(self.folder / LOCK, "Loop")
-            except Locked as error:
-                raise RuntimeError(_locked(self.folder, error)) from None
-        if not lock.holds:
+    def _take_lock(self) -> None:
+        try:
+            self._lock = FileLock(self.folder / LOCK, "Loop")
+        except Locked as error:
+            remedy = (
+                f"Wait for it, stop it (python -m ddp_loop stop {self.folder}), or pass another run_dir=. A notebook "
+                "that left its loop holds the folder until it calls world.leave() or ends."
+            )
+            if error.is_here:
+                remedy = (
+                    "It is being iterated. Let it end, leave it by a break, drop its iterator, or pass another "
+                    "run_dir=."
+                )
+            raise RuntimeError(f"{self.folder} is held by {error}. {remedy}") from None
+        if not self._lock.holds:
             self.news.append(f"{self.folder} is on a file system without locks. Start no second run in it.")
-        return lock
 
     def _read_run(self) -> dict[str, Any] | None:
         """Read run.json; None if it is missing or damaged. While it cannot be read, no new run may take its place.
@@ -237,7 +235,7 @@ class RunFolder:
             if isinstance(arguments := former.get("arguments"), str):  # an older version kept secrets
                 former["arguments"] = " ".join(hide_secrets(arguments.split(" ")))
             self._check_same(_changed(former, facts), resume)
-            newest = self._status().get("checkpoint")
+            newest = _status_of(self.folder).get("checkpoint")
             if newest and not has_checkpoints:  # starting over would cut its rows to nothing
                 raise ValueError(
                     f"{self.folder} had the checkpoint {newest}, but {folder} has none. Put it back, or pass "
@@ -252,15 +250,12 @@ class RunFolder:
                 self._run["config"] = config
         self.id = str(self._run["id"])
 
-    def _status(self) -> dict[str, Any]:
-        return read_json(self.folder / STATUS) or {}
-
     def _check_same(self, changed: Mapping[str, str], resume: bool | None) -> None:
         """Raise ValueError if these facts make the run another one. See [Note: Another run]."""
         lost = [name for name in changed if name in _OF_POSITIONS]
         if not changed or (resume and not lost):
             return
-        status = self._status().get("status", "not ended")
+        status = _status_of(self.folder).get("status", "not ended")
         remedy = "Pass resume=True to continue it with other bits,"
         if lost:
             remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
@@ -350,17 +345,6 @@ class RunFolder:
         self._lock.close()
 
 
-def _locked(folder: Path, error: Locked) -> str:
-    if error.is_here:
-        remedy = "It is being iterated. Let it end, leave it by a break, drop its iterator, or pass another run_dir=."
-    else:
-        remedy = (
-            f"Wait for it, stop it (python -m ddp_loop stop {folder}), or pass another run_dir=. A notebook that left "
-            "its loop holds the folder until it calls world.leave() or ends."
-        )
-    return f"{folder} is held by {error}. {remedy}"
-
-
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """What differs between two fingerprints, in words, by name."""
     return {
@@ -376,7 +360,7 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[st
 def is_running(run: Path) -> bool:
     """Whether a process has locked the run folder."""
     locked = is_locked(run / LOCK)
-    return (read_json(run / STATUS) or {}).get("status") == "running" if locked is None else locked
+    return _status_of(run).get("status") == "running" if locked is None else locked
 
 
 def ask_to_stop(run: Path, why: str) -> None:
@@ -388,7 +372,7 @@ def ask_to_stop(run: Path, why: str) -> None:
     if not (run / RUN).is_file():
         raise ValueError(f"{run} has no run.json. Pass the folder of Loop(run_dir=...).")
     if not is_running(run):
-        status = (read_json(run / STATUS) or {}).get("status", "unknown")
+        status = _status_of(run).get("status", "unknown")
         raise ValueError(f"No run is active in {run} (status: {status}). Pass the folder of a run that is training.")
     write_text_atomic(run / STOP, why)
 
@@ -407,7 +391,7 @@ def stop_and_wait(run: Path, timeout_s: float, say: Callable[[str], None]) -> bo
             say(f"{run}: still running after {timeout_s:g} s")
             return False
         time.sleep(_LOOK_S)
-    end = read_json(run / STATUS) or {}
+    end = _status_of(run)
     at = f" at step {end['iteration']}" if "iteration" in end else ""
     kept = f", checkpoint {end['checkpoint']}" if end.get("checkpoint") else ", no checkpoint"
     say(f"{run}: {end.get('status', 'ended without a status')}{at}{kept}")

@@ -34,7 +34,13 @@ NATIVE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {_word(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 REMEDY = "Give the object a state_dict of plain values (numbers, strings, lists, dicts, tensors), or leave it out"
 _TOO_DEEP = f"has more than {LEVELS} levels"
@@ -314,10 +320,6 @@ class _Deserializer:
         "device": lambda self, value: torch.device(f"{value}"),
         "size": lambda self, value: torch.Size(value),
     }
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _number_type(word: str) -> np.dtype[Any]:

@@ -44,9 +44,15 @@ class StagingBuffers:
             pairs.setdefault(tensor.device, []).append((own, tensor))
         with torch.no_grad():
             for device, copies in pairs.items():
-                _copy(accelerator_of(device), copies)
+                accelerator = accelerator_of(device)
+                if accelerator.is_gpu:
+                    _copy_through_blocks(accelerator, copies)
+                    continue
+                here, there = zip(*copies, strict=True)
+                if (event := accelerator.start_copies(here, there)) is not None:
+                    wait_for(event)
         self._memory = memory
-        return SerializedState(packed.structure, dict(memory))
+        return SerializedState(packed.structure, memory)
 
     def free_if_large(self) -> None:
         """Free the memory of the last copy, unless it is small enough to wait for the next one."""
@@ -54,22 +60,12 @@ class StagingBuffers:
             self._memory = {}
 
 
-def _copy(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:
-    """Copy each second tensor, on the device, into the first one, on the host; both are contiguous."""
-    if accelerator.is_gpu:
-        _copy_through_blocks(accelerator, pairs)
-        return
-    here, there = zip(*pairs, strict=True)
-    if (event := accelerator.start_copies(here, there)) is not None:
-        wait_for(event)
-
-
 def _copy_through_blocks(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:
-    """Copy by way of pinned memory. See [Note: Blocks]."""
+    """Copy each second tensor, on the device, into the first one, on the host. See [Note: Blocks]."""
     size = min(BLOCK_BYTES, sum(tensor.nbytes for _, tensor in pairs))
     like = torch.empty(size, dtype=torch.uint8, device="meta")
     unused: list[torch.Tensor] = []
-    under_way: deque[tuple[Event | None, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = deque()
+    under_way: deque[tuple[Event | None, torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...]]] = deque()
 
     def finish_first() -> None:
         event, block, staged, here = under_way.popleft()
@@ -78,7 +74,8 @@ def _copy_through_blocks(accelerator: Accelerator, pairs: Sequence[Pair]) -> Non
         torch._foreach_copy_(here, staged)
         unused.append(block)
 
-    for here, there in _cut(pairs, size):
+    for group in _cut(pairs, size):
+        here, there = zip(*group, strict=True)
         if len(under_way) == BLOCKS:
             finish_first()
         block = unused.pop() if unused else accelerator.empty_on_host(like)
@@ -89,26 +86,22 @@ def _copy_through_blocks(accelerator: Accelerator, pairs: Sequence[Pair]) -> Non
         finish_first()
 
 
-def _cut(pairs: Iterable[Pair], most: int) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The tensors as bytes, on the host and on the device, in groups of up to `most` bytes."""
-    here: list[torch.Tensor] = []
-    there: list[torch.Tensor] = []
+def _cut(pairs: Iterable[Pair], most: int) -> Iterator[list[Pair]]:
+    """The tensors as bytes, in groups of up to `most` bytes."""
+    group: list[Pair] = []
     room = most
     for own, tensor in pairs:
         target = own.reshape(-1).view(torch.uint8)
         source = tensor.reshape(-1).view(torch.uint8)
-        while len(source) > room:
-            here.append(target[:room])
-            there.append(source[:room])
-            yield here, there
-            target = target[room:]
-            source = source[room:]
-            here = []
-            there = []
-            room = most
-        if len(source):
-            here.append(target)
-            there.append(source)
-            room -= len(source)
-    if here:
-        yield here, there
+        while len(source):
+            length = min(room, len(source))
+            group.append((target[:length], source[:length]))
+            target = target[length:]
+            source = source[length:]
+            room -= length
+            if room == 0:
+                yield group
+                group = []
+                room = most
+    if group:
+        yield group

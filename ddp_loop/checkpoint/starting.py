@@ -42,6 +42,13 @@ def start_command(environment: Mapping[str, str] = os.environ, directory: str | 
     return Start(tuple(hide_secrets(start.words)), start.directory)
 
 
+def working_directory() -> str | None:
+    """This process's; None if that folder was removed."""
+    with suppress(OSError):
+        return os.getcwd()
+    return None
+
+
 def _start_command(variables: Mapping[str, str], directory: str | None) -> Start:
     with suppress(KeyError, ValueError, TypeError):
         left = json.loads(variables[START])
@@ -93,9 +100,7 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
 
 def words_to_go_on() -> str:
     """The lines with the command that resumes this run, without its secrets."""
-    here = None
-    with suppress(OSError):  # the folder was removed
-        here = os.getcwd()
+    here = working_directory()
     start = start_command(directory=here)
     words = [*start.words]
     if len(words) > 1 and words[1] == shutil.which("ddp_loop"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import islice, zip_longest
 from math import isfinite
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
-from ddp_loop.determinism import checksum_all, leaves
+from ddp_loop.determinism import checksum_all, leaves, restore_streams, streams
 from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_modules, own_names
 
 JOB = "job"
@@ -160,26 +159,18 @@ def read_on_rank_zero(
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of Python, NumPy and torch."""
-    version, numbers, left = random.getstate()
-    state = {
-        "python": [version, np.array(numbers, dtype=np.uint32), left],  # as JSON, the 625 values would take 0.5 ms
-        "numpy": np.random.get_state(legacy=True),
-        "torch": torch.get_rng_state(),
-    }
-    accelerator = accelerator_of(device)
-    own = accelerator.random_state()
+    (version, numbers, left), numpy, torch_, accelerator, own = streams(device)
+    words = np.array(numbers, dtype=np.uint32)  # as JSON, the 625 values would take 0.5 ms
+    state = {"python": [version, words, left], "numpy": numpy, "torch": torch_}
     return state if own is None else state | {accelerator.kind: own}
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore the state of the generators."""
     version, numbers, left = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), left))
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(state["torch"])
+    python = version, tuple(numbers.tolist()), left
     accelerator = accelerator_of(device)
-    if accelerator.kind in state:
-        accelerator.set_random_state(state[accelerator.kind])
+    restore_streams((python, tuple(state["numpy"]), state["torch"], accelerator, state.get(accelerator.kind)))
 
 
 def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:

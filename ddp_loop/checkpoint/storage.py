@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree
 # checkpoint that is intact. So it ends the start.
 
 CHECKPOINTS = "checkpoints"  # in a run folder
-_NAMED = 3  # runs in a message
+
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -154,11 +154,16 @@ class CheckpointStore:
             said = self._head(iteration) | {"score": score, "facts": dict(facts), "files": files}
             write_new(temporary / MANIFEST, [_sealed(said)])
             sync_folder(temporary)
-            path = self.folder / self._free_name(iteration)
+            numbers = [number for one, number in map(_numbers_in, self._names()) if one == iteration]
+            path = self.folder / (f"step-{iteration:08d}" + (f"-{max(numbers) + 1}" if numbers else ""))
             temporary.rename(path)
             sync_folder(self.folder)
         try:
-            self._prune(path)
+            whole = [entry for entry in self.entries() if entry.problem is None]  # a person looks at damaged ones
+            best = best_of(whole)
+            for entry in whole[self._keep :]:
+                if entry is not best and entry.path != path:
+                    remove(entry.path)
         except OSError as error:
             self._say(f"Old checkpoints in {self.folder} could not be removed ({error}). Remove them by hand.")
         return path
@@ -245,10 +250,6 @@ class CheckpointStore:
         found = os.listdir(self.folder) if is_folder(self.folder) else []
         return sorted(filter(NAME.fullmatch, found), key=_numbers_in, reverse=True)
 
-    def _free_name(self, iteration: int) -> str:
-        numbers = [number for one, number in map(_numbers_in, self._names()) if one == iteration]
-        return f"step-{iteration:08d}" + (f"-{max(numbers) + 1}" if numbers else "")
-
     def _head(self, iteration: int) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, "run": self._run_id, "iteration": iteration}
 
@@ -296,15 +297,6 @@ class CheckpointStore:
             problem = f"{name} cannot be read now ({error.__cause__ or error})"
         return CheckpointInfo(path, _numbers_in(name)[0], score, size, written, problem)
 
-    def _prune(self, written: Path) -> None:
-        """Remove old checkpoints except the best one; damaged ones are left for a person to look at."""
-        entries = self.entries()
-        whole = [entry for entry in entries if entry.problem is None]
-        best = best_of(entries)
-        for entry in whole[self._keep :]:
-            if entry is not best and entry.path != written:
-                remove(entry.path)
-
 
 def store_of(run: Path) -> CheckpointStore:
     """The checkpoints of a run folder, to be read.
@@ -315,11 +307,16 @@ def store_of(run: Path) -> CheckpointStore:
     run_id = run_id_of(run)
     if run_id is None:
         if runs := _runs_in(run):
-            more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
-            raise ValueError(f"{run} is a folder of runs: {', '.join(runs[:_NAMED])}{more}. Pass one of them.")
+            raise ValueError(f"{run} is a folder of runs: {some_of(runs, 3)}. Pass one of them.")
         what = "has no run.json with an id" if run.is_dir() else "is not a folder"
         raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
     return CheckpointStore(run, run_id)
+
+
+def some_of(names: Sequence[str], most: int = 6) -> str:
+    """Names in a message, such as "a, b and 5 more"; "none" for none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more
 
 
 def _runs_in(folder: Path) -> list[str]:
@@ -348,8 +345,12 @@ def best_of(entries: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 def by_score(entries: list[CheckpointInfo]) -> list[CheckpointInfo]:
     """Return the intact checkpoints with a finite score, the lowest first, of equals the oldest."""
-    scored = [one for one in entries[::-1] if one.problem is None and one.score is not None]
-    return sorted((one for one in scored if math.isfinite(one.score or 0.0)), key=lambda one: one.score or 0.0)
+    scored = [
+        (one.score, one)
+        for one in entries[::-1]
+        if one.problem is None and one.score is not None and math.isfinite(one.score)
+    ]
+    return [one for _, one in sorted(scored, key=lambda pair: pair[0])]
 
 
 def _numbers_in(name: str) -> tuple[int, int]:

@@ -7,7 +7,8 @@ import os
 import secrets
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from ddp_loop.checkpoint.storage import (
     CheckpointStore,
     CorruptCheckpoint,
     run_id_of,
+    some_of,
     store_of,
 )
 from ddp_loop.distributed import World, listed
 
 Source = str | os.PathLike[str]
-_SHOWN = 6  # names in an error
+
 _COMPILED = "_orig_mod."  # torch.compile puts it before the names of what it compiles
 _DIFFERENCES = 4  # in an error
 _PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt"})  # the names of files for torch.load
@@ -60,7 +62,9 @@ def load(run: Source, part: str = "model", *, best: bool = False, checkpoint: st
         ValueError: no run folder, no such checkpoint or part, no score, or the checkpoint asked for is damaged.
         OSError: it cannot be read now.
     """
-    values: dict[str, Any] = part_of(read_checkpoint(run, best=best, name=checkpoint, say=_warn), part)
+
+    warn = partial(warnings.warn, category=RuntimeWarning, stacklevel=3)  # where this was called
+    values: dict[str, Any] = part_of(read_checkpoint(run, best=best, name=checkpoint, say=warn), part)
     return values
 
 
@@ -72,7 +76,7 @@ def part_of(found: Checkpoint, part: str) -> Any:
     """
     job = job_of(found)
     if part not in job:
-        raise ValueError(f"{found.path} has no part {part!r}. Its state has {_listed(job)}. Name one of these.")
+        raise ValueError(f"{found.path} has no part {part!r}. Its state has {some_of([*job])}. Name one of these.")
     return plain_names(job[part])
 
 
@@ -154,17 +158,7 @@ def _lack_of(store: CheckpointStore, *, best: bool) -> str:
 
 
 def _whole_in(store: CheckpointStore) -> str:
-    return _listed(one.path.name for one in store.entries() if one.problem is None)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, RuntimeWarning, stacklevel=4)  # where `load` was called
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = [*names]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return (", ".join(shown[:_SHOWN]) or "none") + more
+    return some_of([one.path.name for one in store.entries() if one.problem is None])
 
 
 def export_weights(
@@ -193,7 +187,12 @@ def export_weights(
         ValueError: as `load`, or the part has other values than tensors, or the file's name is one for `torch.load`.
         OSError: the checkpoint cannot be read, or the file not be written.
     """
-    _check_name(file)
+    if file.suffix.lower() in _PICKLED:
+        named = file.with_suffix(".safetensors")
+        raise ValueError(
+            f"export writes a safetensors file, which torch.load cannot read. Got {file}. Pass -o {named}; for "
+            f"torch.load, then call torch.save(safetensors.torch.load_file({str(named)!r}), {str(file)!r})."
+        )
     found = read_checkpoint(run, say=say, best=best, name=checkpoint)
     tensors = _tensors_of(part_of(found, part), part, found.path)
     folder = found.path.parents[1]
@@ -211,15 +210,6 @@ def export_weights(
     return f"{file}: {many} of {part}, {mib:.1f} MiB, from {found.path} ({origin})"
 
 
-def _check_name(file: Path) -> None:
-    if file.suffix.lower() in _PICKLED:
-        named = file.with_suffix(".safetensors")
-        raise ValueError(
-            f"export writes a safetensors file, which torch.load cannot read. Got {file}. Pass -o {named}; for "
-            f"torch.load, then call torch.save(safetensors.torch.load_file({str(named)!r}), {str(file)!r})."
-        )
-
-
 def _tensors_of(value: Any, part: str, path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a part by name, each contiguous and with memory of its own.
 
@@ -229,7 +219,7 @@ def _tensors_of(value: Any, part: str, path: Path) -> dict[str, torch.Tensor]:
     values = dict(_leaves("", value))
     if other := [name or part for name, one in values.items() if not isinstance(one, torch.Tensor)]:
         raise ValueError(
-            f"A safetensors file has tensors alone. {part!r} in {path} has other values too: {_listed(other)}. "
+            f"A safetensors file has tensors alone. {part!r} in {path} has other values too: {some_of(other)}. "
             f"Read it with ddp_loop.load(RUN, {part!r}), or export the part of a module."
         )
     if not values:

@@ -8,14 +8,14 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from ddp_loop.accelerators import sent
-from ddp_loop.data.fingerprints import Fingerprint, StreamPass, check_data, require_alike
+from ddp_loop.data.fingerprints import StreamPass, check_data, require_alike
 from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition, piece_sizes
 from ddp_loop.data.placement import Places, parse_devices, without_rows
 from ddp_loop.data.readers import LOADER_OPTIONS, LoaderReader, Request, TensorReader, is_stream, make_reader
@@ -186,7 +186,9 @@ class Batches:
             self.division = Division(fixed, world.size, world.rank, shares)
             self.shards = self.division.shards
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
-            self.drop_last, self.partition, self.until = drop_last, partition, until
+            self.drop_last = drop_last
+            self.partition = partition
+            self.until = until
             self._open(data, length, parse_devices(devices, world.device), loader)
             if self._takes_all and self.length is None:
                 raise ValueError(
@@ -194,8 +196,8 @@ class Batches:
                     "data without a length. Pass a number, or data with a length."
                 )
             self.shuffle = self._has_length if shuffle is None else shuffle
-            asked, is_own = self.division.asked, self._own is not None
-            check_partition(partition, until, shards, asked, world.size, self.length, is_stream=is_own)
+            asked = self.division.asked
+            check_partition(partition, until, shards, asked, world.size, self.length, is_stream=self._own is not None)
             if partition != "own":
                 self._cut_data(() if self.length is None else split_sizes(self.length, self.shards))
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
@@ -233,13 +235,8 @@ class Batches:
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other['samples']} samples", "")} for other in gathered])
             self.world.require_equal("Batches", facts)
-        if self._check_data and self.world.size > 1 and (fingerprint := self._fingerprint) is not None:
-            check_data(fingerprint, self.world)
-
-    @property
-    def _fingerprint(self) -> Callable[[], Fingerprint] | None:
-        """What describes the data before they are read; None for a stream, whose samples are compared later."""
-        return None if isinstance(self._reader, StreamReader) else self._reader.fingerprint
+        if self._check_data and self.world.size > 1 and not isinstance(self._reader, StreamReader):
+            check_data(self._reader.fingerprint, self.world)  # the samples of a stream are compared as they are read
 
     def check_stream(self) -> None:
         """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
@@ -488,10 +485,10 @@ class Batches:
     def _streamed(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Iterator[LoadedBatch]:
         own = self._own
         self._passed = StreamPass()
-        if own is None:
-            found = stream.mini_batches(epoch, start)
-        else:
+        if own is not None:
             found = own.epoch(stream, epoch, start, agrees=agrees)
+        else:
+            found = islice(stream.read(epoch - 1, stream.mini_batches(epoch)), start, None)
         for mini_batch, data in found:
             self._passed.add(mini_batch)
             loaded = LoadedBatch(mini_batch, data, self)

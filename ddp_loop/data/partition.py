@@ -139,24 +139,13 @@ class Parts:
             [min(size, self.steps * piece, n * piece) for (size, piece), n in zip(pairs, numbers, strict=True)]
         )
         self.samples = sum(self._used)
-        self._full = min(used // piece for used, piece in zip(self._used, self._pieces, strict=True))  # mini-batches
-
-    def sizes_at(self, position: int) -> tuple[int, ...]:
-        """The number of samples in each shard of mini-batch number `position`, counted from 0."""
-        if position < self._full:
-            return self._pieces
-        pairs = zip(self._used, self._pieces, strict=True)
-        return tuple([max(0, min(piece, used - position * piece)) for used, piece in pairs])
-
-    def _before(self, position: int) -> int:
-        if position <= self._full:
-            return position * sum(self._pieces)
-        return sum(min(used, position * piece) for used, piece in zip(self._used, self._pieces, strict=True))
 
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
         """That mini-batch of an epoch, counted from 1, with the shards whose numbers are in `mine`."""
-        sizes = self.sizes_at(position)
-        place = epoch, position, self._before(position), sum(sizes), sizes
+        pairs = list(zip(self._used, self._pieces, strict=True))
+        before = [min(used, position * piece) for used, piece in pairs]
+        sizes = tuple([min(piece, used - gone) for (used, piece), gone in zip(pairs, before, strict=True)])
+        place = epoch, position, sum(before), sum(sizes), sizes
         return MiniBatch(*place, cut(sizes, mine), is_last=position + 1 == self.steps)
 
     @property

@@ -128,8 +128,8 @@ def _all_on(data: Any, device: torch.device) -> Any:
 
 
 def pinned(tensor: torch.Tensor, gpu: Accelerator | None) -> torch.Tensor:
-    """A tensor of the host in pinned memory of the GPU, if there is one; a tensor elsewhere as it is."""
-    if gpu is None or not accelerator_of(tensor.device).is_host:
+    """A contiguous tensor of the host in pinned memory of the GPU, if there is one; any other as it is."""
+    if gpu is None or not accelerator_of(tensor.device).is_host or not tensor.is_contiguous():
         return tensor
     return gpu.empty_on_host(tensor).copy_(tensor)
 

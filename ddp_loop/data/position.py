@@ -82,9 +82,8 @@ class LoopPosition:
         return self.is_done or (last and self.at == self._steps)
 
     def ends_all(self, mini_batch: MiniBatch) -> bool:
-        """Whether the loop ends with this mini-batch."""
-        last = self._most_epochs is not None and mini_batch.epoch >= self._most_epochs
-        return self.has_made_all or (last and self.is_last_of_epoch(mini_batch))
+        """Whether the loop ends with this mini-batch, the last of an epoch."""
+        return self._most_epochs is not None and mini_batch.epoch >= self._most_epochs
 
     def state_dict(self) -> dict[str, int]:
         """The position after the last folded step, as plain numbers."""

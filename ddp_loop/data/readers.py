@@ -158,8 +158,7 @@ class TensorReader:
         self._decode = decode
         self._places = places
         self._parts = at_places(at_first, parts, places)
-        self._find_homes()
-        self.waits = self._elsewhere is not None and any(map(is_limited, devices_in(places)))
+        self.waits = not self._find_homes() and any(map(is_limited, devices_in(places)))
         self.has_served = False
 
     def move(self) -> None:
@@ -169,8 +168,8 @@ class TensorReader:
             self._find_homes()
             self.waits = False
 
-    def _find_homes(self) -> None:
-        """Look where the tensors are."""
+    def _find_homes(self) -> bool:
+        """Look where the tensors are; returns whether all are on their devices."""
         self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
         self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
         stay: list[bool] = []
@@ -179,11 +178,12 @@ class TensorReader:
             stay.extend(tensor.device == place for tensor in tensors_in(part))
 
         at_places(look, self._parts, self._places)
-        self._elsewhere = None if all(stay) else self._places
+
         is_pinned = self._pins is not None and any(accelerator_of(home).is_host for home in self._homes)
         is_usual = type(self._parts) is tuple and all(stay) and len(self._homes) == 1 and not is_pinned
         is_usual = is_usual and all(isinstance(part, torch.Tensor) and _is_plain(part) for part in self._parts)
         self._tensors = self._parts if is_usual else ()
+        return all(stay)
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the tensors."""
@@ -200,11 +200,8 @@ class TensorReader:
 
     def _rows(self, indices: torch.Tensor | range) -> Any:
         at = {home: indices if isinstance(indices, range) else sent(indices, home) for home in self._homes}
-        taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
-        return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
-
-    def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
-        return pinned(rows, self._pins) if rows.is_contiguous() else rows
+        taken = map_tensors(lambda tensor: pinned(_rows(tensor, at[tensor.device]), self._pins), self._parts)
+        return to_devices(taken, self._places)
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor | range) -> torch.Tensor:
@@ -255,7 +252,7 @@ class LoaderReader:
         collate = keywords.pop("collate_fn", None)
         by_value = not keywords.get("pin_memory") and threading.current_thread() is threading.main_thread()
         collate = collate or (messages.default_collate if by_value else default_collate)
-        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
+        self._keyed = SeededDataset(source, seed, collate, self._gpu)
         started = keywords.pop("worker_init_fn", None)
         self._signals = WorkerSignals(started) if keywords.get("num_workers") else None
         make: Any = DataLoader

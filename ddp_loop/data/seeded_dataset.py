@@ -7,13 +7,15 @@ would otherwise continue the stream of whatever ran before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ddp_loop.data import fingerprints
+from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.determinism import COLLATE, SAMPLE, next_keys, seed_streams, stream_key
 
 Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
@@ -29,14 +31,13 @@ class SeededDataset:
         seed: of the keys.
         collate: makes a shard's data from its samples, with generators keyed by (seed, epoch, first sample).
         device: whose generator is seeded, beside the CPU's.
-        describe: `describe(name, sample)` returns the fingerprint of a sample, for `probe`.
+
     """
 
     source: Any
     seed: int
     collate: Callable[[list[Any]], Any]
     device: torch.device | None = None
-    describe: Callable[[str, Any], Mapping[str, Any]] = lambda name, sample: {}
 
     def __getitem__(self, wanted: Wanted) -> Any:
         epoch, start, indices = wanted
@@ -65,12 +66,12 @@ class SeededDataset:
             raise
         return samples
 
-    def probe(self, epoch: int, indices: Iterable[int]) -> dict[str, Any]:
+    def probe(self, epoch: int, indices: Iterable[int]) -> Fingerprint:
         """The fingerprints of these samples. A sample that cannot be read is left out; reading its shard raises."""
-        found: dict[str, Any] = {}
+        found: Fingerprint = {}
         for index in indices:
             with suppress(Exception):
-                found.update(self.describe(f"sample {index}", self.samples(epoch, [index])[0]))
+                found |= fingerprints.of(f"sample {index}", self.samples(epoch, [index])[0])
         return found
 
 

@@ -157,6 +157,7 @@ class CarriedState:
 
     Attributes:
         stays_finite: whether rows that are not finite keep their former state. See [Note: Rows that are not finite].
+        whole: what a checkpoint has, equal on all ranks; None while it has to be gathered.
     """
 
     def __init__(self, world: World, batch_dim: int) -> None:
@@ -164,7 +165,7 @@ class CarriedState:
         self._batch_dim = batch_dim
         self.stays_finite = False
         self._kept: dict[int, list[_Kept]] = {}  # by shard, the oldest first
-        self._whole: dict[str, Any] | None = {}  # what a checkpoint has, where no rank has to be asked
+        self.whole: dict[str, Any] | None = {}
         self._resumed: _Kept | None = None
 
     # -- chunk by chunk ------------------------------------------------------------------------------------
@@ -275,25 +276,17 @@ class CarriedState:
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Note that a mini-batch is handed out, which may change the state. Every rank must call this."""
-        self._whole = None
-
-    def end(self) -> None:
-        """Note that an epoch's last mini-batch is handed out: nothing is carried on. Every rank must call this."""
-        self._whole = {}
-
     def state_dict(self) -> dict[str, Any]:
         """The state of all lanes after the newest mini-batch. Every rank must call this.
 
         Raises:
             ValueError: the shards' states have different forms.
         """
-        return self._gather() if self._whole is None else self._whole
+        return self._gather() if self.whole is None else self.whole
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the state of all lanes, each rank with its own, whatever their number."""
-        self._whole = dict(state)
+        self.whole = dict(state)
         self._kept = {}
         self._resumed = None
         if state:
@@ -366,7 +359,7 @@ class SequenceReader:
         self._gpu = gpu_in(places)
         self._pins = None if self._gpu is None else accelerator_of(self._gpu)
         self._is_list = isinstance(sequences, list | tuple)
-        self._keyed = SeededDataset(sequences, seed, list, self._gpu, fingerprints.of)
+        self._keyed = SeededDataset(sequences, seed, list, self._gpu)
         self._open: dict[int, tuple[Any, ...]] = {}  # by lane: epoch, number and parts of its sequence
         if len(sequences) == 0:
             raise ValueError("There must be at least one sequence. Got none. Check where the sequences come from.")
@@ -696,9 +689,9 @@ class SequenceBatches(Batches):
         """The generator of `epoch`; there are no workers to keep, and all ranks know every mini-batch."""
         for position in range(start, self.steps):
             mini_batch, rows = self._planned(epoch, position)
-            self._carried.begin()
+            self._carried.whole = None  # its chunks may change the state
             yield LoadedBatch(mini_batch, self._chunks(mini_batch, rows), self)
-        self._carried.end()
+        self._carried.whole = {}  # nothing is carried on
 
     def _chunks(self, mini_batch: MiniBatch, rows: Rows) -> Iterator[SequenceChunk]:
         place = mini_batch.epoch, mini_batch.position

@@ -31,7 +31,8 @@ from ddp_loop.distributed import World
 
 AHEAD = 3  # pieces
 ANNOUNCED = 2  # values beside the ranks' sizes: the samples that are not used, and the ranks that have more of them
-Piece = TypeVar("Piece")
+Piece = TypeVar("Piece", MiniBatch, "OwnPiece")
+Reading = Iterator[tuple[Piece, Iterator[Any]]]  # pieces, each with the data of this rank's shards
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,13 @@ class StreamReader:
                 "Pass an object whose __iter__ returns it."
             )
 
-    def read(
-        self, epoch: int, pieces: Iterator[tuple[Piece, list[Any], tuple[Shard, ...]]]
-    ) -> Iterator[tuple[Piece, Iterator[Any]]]:
+    def read(self, epoch: int, pieces: Iterator[tuple[Piece, list[Any]]]) -> Reading[Piece]:
         """The pieces of an epoch, each with the data of its shards on their devices.
 
         Args:
             epoch: counted from 0.
-            pieces: read from the source, each with its samples and this rank's shards of them. Reading has random
-                states of its own, which continue from one piece to the next.
+            pieces: read from the source, each with its samples. Reading has random states of its own, which continue
+                from one piece to the next.
 
         Raises:
             ValueError: the stream gives no piece, as one that does not restart.
@@ -96,9 +95,9 @@ class StreamReader:
                 if found is None:
                     break
                 state = streams(device)
-                piece, samples, shards = found
+                piece, samples = found
                 data = []
-                for shard in shards:
+                for shard in piece.shards:
                     seed_streams(next_key(key, position, shard.number), device)
                     data.append(collated(self.collate, samples[shard.start : shard.start + shard.samples]))
             yield piece, iter([to_devices(one, self.places) for one in data])
@@ -109,34 +108,26 @@ class StreamReader:
                 "whose __iter__ restarts."
             )
 
-    def mini_batches(self, epoch: int, start: int) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
-        """The mini-batches of an epoch, counted from 1, from position `start` on, with this rank's data."""
-        return islice(self.read(epoch - 1, self._pieces(epoch)), start, None)
-
-    def _pieces(self, epoch: int) -> Iterator[tuple[MiniBatch, list[Any], tuple[Shard, ...]]]:
-        for position, (samples, is_last) in enumerate(_chunks(iter(self.source), self.size, self.drop_last)):
+    def mini_batches(self, epoch: int) -> Iterator[tuple[MiniBatch, list[Any]]]:
+        """The mini-batches of an epoch, counted from 1, with all samples."""
+        source = iter(self.source)
+        ahead = self.size if self.drop_last else 1  # so many samples tell whether a mini-batch is the last
+        samples = list(islice(source, self.size))
+        for position in count():
+            if not samples or (self.drop_last and len(samples) < self.size):
+                return
+            following = list(islice(source, ahead))
+            is_last = len(following) < ahead
             sizes, shards = self.division.cut(len(samples), position)
-            # Taken before collate_fn runs, on one rank, since that may remove or overwrite parts of the sample.
-            first, digest = (_kept(samples[0]), quick(samples[0])) if self.compares else (None, 0)
+            first: Any = samples[0] if self.compares else None
+            digest = quick(first) if self.compares else 0
+            if type(first) in (dict, list):  # collate_fn, which runs on one rank, may remove or overwrite its parts
+                first = type(first)(first)
             place = epoch, position, position * self.size, len(samples)
-            yield MiniBatch(*place, sizes, shards, is_last, first, digest), samples, shards
-
-
-def _kept(sample: Any) -> Any:
-    """A copy of the container, which keeps the parts that the sample has now."""
-    return type(sample)(sample) if type(sample) in (dict, list) else sample
-
-
-def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
-    """Lists of `size` samples, each with whether it is the last; one sample, or `size`, is read ahead for that."""
-    ahead = size if drop_last else 1
-    chunk = list(islice(source, size))
-    while chunk and not (drop_last and len(chunk) < size):
-        following = list(islice(source, ahead))
-        yield chunk, len(following) < ahead
-        if len(following) < ahead:
-            return
-        chunk = following + list(islice(source, size - len(following)))
+            yield MiniBatch(*place, sizes, shards, is_last, first, digest), samples
+            if is_last:
+                return
+            samples = following + list(islice(source, self.size - len(following)))
 
 
 # -- own streams -------------------------------------------------------------------------------------------
@@ -146,18 +137,20 @@ class OwnPiece(NamedTuple):
     """A rank's shard of a mini-batch, and what the rank has read of its stream beyond it.
 
     Attributes:
+        shards: the piece as a shard, of its own samples; none of an empty piece.
         sizes: of the piece and the next ones; 0 after the last one.
         beyond: the number of samples after the piece, with those that `drop_last` leaves out.
         is_all: whether the stream has ended.
     """
 
+    shards: tuple[Shard, ...]
     sizes: tuple[int, ...]
     beyond: int
     is_all: bool
 
 
-def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, list[Any], tuple[Shard, ...]]]:
-    """The pieces of a rank's own stream, each with its samples and its shard; at the end once an empty one."""
+def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, list[Any]]]:
+    """The pieces of a rank's own stream, each with its samples; at the end once an empty one."""
     source = iter(stream.source)
     waiting: deque[list[Any]] = deque()
     left = 0
@@ -172,8 +165,8 @@ def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, li
                 left = len(piece)
         piece = waiting.popleft() if waiting else []
         sizes = *map(len, waiting), *(0,) * (AHEAD - len(waiting))
-        own = OwnPiece((len(piece), *sizes), sum(sizes) + left, is_all)
-        yield own, piece, (Shard(rank, 0, len(piece)),) if piece else ()
+        shards = (Shard(rank, 0, len(piece)),) if piece else ()
+        yield OwnPiece(shards, (len(piece), *sizes), sum(sizes) + left, is_all), piece
         if not piece:
             return
 
@@ -198,9 +191,7 @@ class OwnStreams:
     skipped: tuple[int, Any] | None = None
     unused: Unused | None = None
 
-    def epoch(
-        self, stream: StreamReader, epoch: int, start: int, *, agrees: bool
-    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+    def epoch(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Reading[MiniBatch]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.
 
         Args:
@@ -218,9 +209,7 @@ class OwnStreams:
             )
         return self._alone(pieces, epoch)
 
-    def _together(
-        self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int, start: int
-    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+    def _together(self, pieces: Reading[OwnPiece], epoch: int, start: int) -> Reading[MiniBatch]:
         world = self.world
         ends = any if self.until == "first" else all
         found = self._after(pieces, start)
@@ -244,7 +233,7 @@ class OwnStreams:
         for position in count(start):
             if is_over(position):
                 if position == 0:
-                    raise self._has_no_mini_batch(known[0])
+                    raise _has_no_mini_batch(known[0])
                 return
             here = known[position]
             is_last = is_over(position + 1)
@@ -256,7 +245,7 @@ class OwnStreams:
             if not is_last:
                 found = next(pieces, found)
 
-    def _after(self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], start: int) -> tuple[OwnPiece, Iterator[Any]]:
+    def _after(self, pieces: Reading[OwnPiece], start: int) -> tuple[OwnPiece, Iterator[Any]]:
         """The piece at position `start`, or the last one, which is empty, of a stream that ended before."""
         found = next(pieces)
         for position in range(start):
@@ -276,17 +265,7 @@ class OwnStreams:
             values[-1] += not piece.is_all
         return Announcement(tuple(values), any(value != base for value in values), learn)
 
-    def _has_no_mini_batch(self, sizes: tuple[int, ...]) -> ValueError:
-        empty = [rank for rank, one in enumerate(sizes) if not one]
-        said = "None of them does" if len(empty) == len(sizes) else f"That of rank {empty[0]} does not"
-        return ValueError(
-            f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
-            + ("." if len(empty) == len(sizes) else ', or until="all".')
-        )
-
-    def _alone(
-        self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int
-    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+    def _alone(self, pieces: Reading[OwnPiece], epoch: int) -> Reading[MiniBatch]:
         rank = self.world.rank
         before = split_range(self.batch_size, self.world.size, rank).start  # draws are by sample
         for position, (piece, data) in enumerate(pieces):
@@ -302,3 +281,12 @@ class OwnStreams:
                 "One of the ranks' own streams must have a sample. None of them has. Pass objects whose __iter__ "
                 "restarts."
             )
+
+
+def _has_no_mini_batch(sizes: tuple[int, ...]) -> ValueError:
+    """The error of an epoch whose first mini-batch would have these sizes."""
+    said = f"That of rank {sizes.index(0)} does not" if any(sizes) else "None of them does"
+    return ValueError(
+        f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
+        + (', or until="all".' if any(sizes) else ".")
+    )

@@ -18,6 +18,7 @@ from ddp_loop.datasets.images import LabelledImages
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _DIMENSIONS = {"images": 3, "labels": 1}
+_PARTS = ("train", "t10k")
 _CHUNK = 2**20  # bytes
 
 
@@ -126,9 +127,9 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
             of images and labels differ; training and test images have different sizes.
     """
     folder = Path(folder)
-    files = {(part, kind): _require_idx(folder, part, kind) for part in ("train", "t10k") for kind in _DIMENSIONS}
+    files = {(part, kind): _require_idx(folder, part, kind) for part in _PARTS for kind in _DIMENSIONS}
     values = {key: _read_bytes(path, _DIMENSIONS[key[1]]) for key, path in files.items()}
-    for part in ("train", "t10k"):
+    for part in _PARTS:
         images = values[part, "images"]
         labels = values[part, "labels"]
         if len(images) != len(labels):
@@ -136,20 +137,16 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
                 f"Each image must have a label. Got {len(images)} images in {files[part, 'images']} and "
                 f"{len(labels)} labels in {files[part, 'labels']}. Take both files from one source."
             )
-    sizes = [tuple(values[part, "images"].shape[1:]) for part in ("train", "t10k")]
+    sizes = [tuple(values[part, "images"].shape[1:]) for part in _PARTS]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"Training and test images must have the same size. Got {sizes[0]} in {files['train', 'images']} and "
             f"{sizes[1]} in {files['t10k', 'images']}. Take both files from one source."
         )
-    largest = max(
-        values[part, "labels"].max().item() if len(values[part, "labels"]) else 0 for part in ("train", "t10k")
-    )
-    classes = max(10, int(largest) + 1)
-    names = tuple(f"{number:0{len(str(classes - 1))}}" for number in range(classes))
+    largest = max([9, *torch.cat([values[part, "labels"] for part in _PARTS]).tolist()])
+    names = tuple(f"{number:0{len(str(largest))}}" for number in range(largest + 1))
     train, test = (
-        LabelledImages(values[part, "images"][:, None], values[part, "labels"].long(), names)
-        for part in ("train", "t10k")
+        LabelledImages(values[part, "images"][:, None], values[part, "labels"].long(), names) for part in _PARTS
     )
     return train, test
 
@@ -160,7 +157,7 @@ def holds_idx(folder: str | os.PathLike[str]) -> bool:
     Args:
         folder: that may have them.
     """
-    return any(_find_idx(Path(folder), part, kind) for part in ("train", "t10k") for kind in _DIMENSIONS)
+    return any(_find_idx(Path(folder), part, kind) for part in _PARTS for kind in _DIMENSIONS)
 
 
 def _read_bytes(path: Path, dimensions: int) -> torch.Tensor:

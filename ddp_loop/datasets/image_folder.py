@@ -54,7 +54,12 @@ class ImageFolder:
 
     def __init__(self, folder: str | os.PathLike[str], *, mode: str = "L", size: tuple[int, int] | None = None) -> None:
         _check_form(mode, size)
-        _require_pillow()
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                'ImageFolder needs pillow, which is missing. Run pip install "ddp_loop[digits]".'
+            ) from error
         self.mode = mode
         self.size = size
         files = _images_of_classes(Path(folder))
@@ -105,14 +110,13 @@ class ImageFolder:
         Raises:
             ValueError: there is no fraction, one is outside (0, 1), or their sum is 1 or more.
         """
-        parts = cut_by_class(self.labels, len(self.class_names), fractions, seed)
-        return tuple(self._part(indices) for indices in parts)
-
-    def _part(self, indices: torch.Tensor) -> ImageFolder:
-        part = copy.copy(self)
-        part.paths = tuple(self.paths[i] for i in indices.tolist())
-        part.labels = self.labels[indices]
-        return part
+        found = []
+        for indices in cut_by_class(self.labels, len(self.class_names), fractions, seed):
+            part = copy.copy(self)
+            part.paths = tuple(self.paths[i] for i in indices.tolist())
+            part.labels = self.labels[indices]
+            found.append(part)
+        return tuple(found)
 
 
 def _check_form(mode: str, size: tuple[int, int] | None) -> None:
@@ -121,13 +125,6 @@ def _check_form(mode: str, size: tuple[int, int] | None) -> None:
     pair = isinstance(size, tuple | list) and len(size) == 2
     if size is not None and not (pair and all(isinstance(side, int | np.integer) and side > 0 for side in size)):
         raise ValueError(f"size must be (height, width) in pixels, each 1 or more. Got {size!r}. Try size=(28, 28).")
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise ImportError('ImageFolder needs pillow, which is missing. Run pip install "ddp_loop[digits]".') from error
 
 
 def _images_of_classes(folder: Path) -> dict[str, list[Path]]:

@@ -96,12 +96,11 @@ class LabelledImages:
         Raises:
             ValueError: there is no fraction, one is outside (0, 1), or their sum is 1 or more.
         """
-        parts = cut_by_class(self.labels, len(self.class_names), fractions, seed)
-        return tuple(self._part(indices) for indices in parts)
-
-    def _part(self, indices: torch.Tensor) -> LabelledImages:
-        angles = None if self.angles is None else self.angles[indices]
-        return LabelledImages(self.images[indices], self.labels[indices], self.class_names, angles)
+        found = []
+        for part in cut_by_class(self.labels, len(self.class_names), fractions, seed):
+            angles = None if self.angles is None else self.angles[part]
+            found.append(LabelledImages(self.images[part], self.labels[part], self.class_names, angles))
+        return tuple(found)
 
 
 def _as_floats(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,21 +178,15 @@ def noisy_pairs(
     if not 0 <= density <= 1:
         raise ValueError(f"density must be a share of the pixels, 0 .. 1. Got {density}.")
     clean = images / 255
-    pictures = _stretched(_resized(torch.cat([_salted(clean, draws, density), clean])))
+    lots = draws.uniform(*images.shape[1:])
+    noisy = clean.masked_fill(lots < density, 1.0).masked_fill(lots < density / 2, 0.0)
+    # With antialias=True torch's bicubic kernel has a = -1/2, as MATLAB's and pillow's, otherwise -3/4. It changes
+    # nothing else where pictures grow.
+    pictures = interpolate(torch.cat([noisy, clean]), (SIDE, SIDE), mode="bicubic", antialias=True)
+    pictures = _stretched(pictures)
     if turned:
         pictures = _turned(pictures, draws.integers(0, 4).repeat(2))
     return pictures[: len(images)], pictures[len(images) :]
-
-
-def _salted(images: torch.Tensor, draws: Draws, density: float) -> torch.Tensor:
-    lots = draws.uniform(*images.shape[1:])
-    return images.masked_fill(lots < density, 1.0).masked_fill(lots < density / 2, 0.0)
-
-
-def _resized(pictures: torch.Tensor) -> torch.Tensor:
-    # With antialias=True torch's bicubic kernel has a = -1/2, as MATLAB's and pillow's, otherwise -3/4. It changes
-    # nothing else where pictures grow.
-    return interpolate(pictures, (SIDE, SIDE), mode="bicubic", antialias=True)
 
 
 def _stretched(pictures: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ a phase then lasts from the moment when the device reaches its first kernel unti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
@@ -54,7 +53,10 @@ class PhaseClock:
     def start(self) -> None:
         """Measure from now on: a step begins."""
         self._measures = True
-        self._hook()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
         self.end_step()
 
     def end_step(self) -> None:
@@ -74,7 +76,9 @@ class PhaseClock:
         """Measure no more; what followed the last whole step does not count."""
         if self._measures:
             self._measures = False
-            self._unhook()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
             self._add_up()
 
     def annotate(self) -> None:
@@ -121,15 +125,6 @@ class PhaseClock:
         self._whole = 1
 
     # -- optimizers ----------------------------------------------------------------------------------------
-
-    def _hook(self) -> None:
-        hooks: tuple[Callable[[Any], Any], ...] = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-        self._hooks = [register(see) for register, see in zip(hooks, (self._before, self._after), strict=True)]
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _before(self, optimizer: Optimizer, arguments: object, keywords: object) -> None:
         self.has_unfused = self.has_unfused or not optimizer.defaults.get("fused")

@@ -56,7 +56,10 @@ def profile(
         except RankFailed as error:
             failure = str(error)
         finally:
-            found = _report(folder, say)
+            found = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
+            for number, path in enumerate(found, 1):
+                lines = Profile.from_json(json.loads(path.read_text(encoding="utf-8"))).lines()
+                say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *lines]))
         on = f"{ranks} rank{'' if ranks == 1 else 's'}"
         if failure:
             raise CannotProfile(f"{script} fails on {on}:\n{failure}\n{last_output(folder)}".rstrip())
@@ -68,12 +71,3 @@ def profile(
             )
         if traces is not None:
             say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")
-
-
-def _report(folder: Path, say: Callable[[str], None]) -> int:
-    """Report what each Loop has measured; returns the number of such Loops."""
-    found = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
-    for number, path in enumerate(found, 1):
-        lines = Profile.from_json(json.loads(path.read_text(encoding="utf-8"))).lines()
-        say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *lines]))
-    return len(found)

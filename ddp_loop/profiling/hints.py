@@ -45,8 +45,12 @@ def _each(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hint]:
     yield from _host_reads(ranks)
     if cause != DATA:
         yield from _of_phase(ranks, DATA, "waits for data", f". {_workers(ranks, where)}")
-    if slow is None:
-        yield from _communication(ranks)
+    if slow is None and len(ranks) > 1:
+        what = "waits for sums over the ranks that backward does not hide"
+        remedy = (
+            ". A larger mini-batch, or more shards in it, makes fewer sums per sample; bucket_cap_mib= sets their size."
+        )
+        yield from _of_phase(ranks, COMMUNICATION, what, remedy)
     yield from _idle_cores(ranks, where)
     yield from _own_work(ranks)
 
@@ -134,17 +138,6 @@ def _host_reads(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
         f"{' and elsewhere' if len(most.reads) > 1 else ''}. Read values one step late, or pass them to step.backward "
         "as metrics, which on_row gets.",
     )
-
-
-def _communication(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
-    if len(ranks) > 1:
-        yield from _of_phase(
-            ranks,
-            COMMUNICATION,
-            "waits for sums over the ranks that backward does not hide",
-            ". A larger mini-batch, or more shards in it, makes fewer sums per sample; bucket_cap_mib= sets their "
-            "size.",
-        )
 
 
 def _idle_cores(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hint]:

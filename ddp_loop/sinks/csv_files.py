@@ -10,12 +10,9 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.reporting import RunStart, append_whole
-
-if TYPE_CHECKING:
-    from io import FileIO
 
 Row = Mapping[str, Any]
 _FLUSH_S = 1.0
@@ -26,7 +23,7 @@ class _CsvFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: FileIO | None = None
+        self._file: io.FileIO | None = None
         self._names: dict[str, None] = {}
         self._lines: list[str] = []
         self._flushed = -math.inf
@@ -93,8 +90,9 @@ class _Csv:
     def __init__(self, path: Path) -> None:
         self._rows = _CsvFile(path)
         self._evaluations = _CsvFile(path.with_suffix(f".evaluations{path.suffix}"))
-        self._logged = _CsvFile(path.with_suffix(f".logged{path.suffix}"))
-        self._files = (self._rows, self._evaluations, self._logged)
+        logged = _CsvFile(path.with_suffix(f".logged{path.suffix}"))
+        self.logged = logged.add
+        self._files = (self._rows, self._evaluations, logged)
 
     def begin(self, run: RunStart) -> None:
         for file in self._files:
@@ -106,9 +104,6 @@ class _Csv:
     def evaluated(self, line: Row) -> None:
         self._evaluations.add(line)
         self._evaluations.flush()
-
-    def logged(self, line: Row) -> None:
-        self._logged.add(line)
 
     def flush(self) -> None:
         """Write the lines so far."""

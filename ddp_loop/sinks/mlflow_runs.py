@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import posixpath
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.reporting import RunStart, png
-from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept
-
-if TYPE_CHECKING:
-    import numpy as np
+from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
+from ddp_loop.sinks.protocol import Pixels
 
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
@@ -47,6 +44,7 @@ class _Mlflow:
         self._points = PointQueue(self._send, every_s)
         self.evaluated = self._points.add_evaluation
         self.logged = self._points.add_logged
+        self.flush = self._points.flush
 
     def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
@@ -93,7 +91,7 @@ class _Mlflow:
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._client.log_text(self._run, text, f"texts/{self._file(name, iteration, 'txt')}")
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / self._file(name, iteration, "png")
             path.write_bytes(png(pixels))
@@ -108,10 +106,6 @@ class _Mlflow:
         self._files[f"{stem}.{kind}"] += 1
         number = self._files[f"{stem}.{kind}"]
         return f"{stem}.{kind}" if number == 1 else f"{stem}-{number}.{kind}"
-
-    def flush(self) -> None:
-        """Send the points so far."""
-        self._points.flush()
 
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which MLflow shows."""
@@ -152,6 +146,5 @@ def mlflow_sink(
     Raises:
         ImportError: mlflow is missing.
     """
-    if importlib.util.find_spec("mlflow") is None:
-        raise ImportError('mlflow_sink needs mlflow. Run pip install "ddp_loop[mlflow]"')
+    require("mlflow")
     return _Mlflow(experiment, run_name, tracking_uri, every_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -94,6 +95,12 @@ class PointQueue:
 
 def _values_of(line: Row) -> list[tuple[str, float]]:
     return [(name, math.nan if one is None else one) for name, one in line.items() if name not in BESIDE]
+
+
+def require(package: str) -> None:
+    """Raise ImportError unless the package of a sink is there."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f'{package}_sink needs {package}. Run pip install "ddp_loop[{package}]"')
 
 
 def keep(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from ddp_loop.reporting import RunStart
 
 __all__ = ["RunStart", "Sink"]
 
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
+
 
 @runtime_checkable
 class Sink(Protocol):
@@ -55,7 +57,7 @@ class Sink(Protocol):
             name, text, iteration: as logged.
         """
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         """Take an image of `Loop.log_image`.
 
         Args:

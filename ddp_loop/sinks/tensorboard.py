@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import Point, PointQueue, Row
-
-if TYPE_CHECKING:
-    import numpy as np
+from ddp_loop.sinks.points import Point, PointQueue, Row, require
+from ddp_loop.sinks.protocol import Pixels
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:
@@ -58,7 +55,7 @@ class _TensorBoard:
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._writer.add_text(name, text, iteration)
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         self._writer.add_image(name, pixels, iteration, dataformats="HWC")
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
@@ -91,6 +88,5 @@ def tensorboard_sink(folder: str | os.PathLike[str], every_s: float = 1.0) -> _T
     Raises:
         ImportError: tensorboard is missing.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('tensorboard_sink needs tensorboard. Run pip install "ddp_loop[tensorboard]"')
+    require("tensorboard")
     return _TensorBoard(Path(folder), every_s)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept
-
-if TYPE_CHECKING:
-    import numpy as np
+from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
+from ddp_loop.sinks.protocol import Pixels
 
 KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each kind of value that was sent
 STEP = "iteration"
@@ -36,6 +33,7 @@ class _Wandb:
         self._points = PointQueue(self._send, every_s)
         self.evaluated = self._points.add_evaluation
         self.logged = self._points.add_logged
+        self.flush = self._points.flush
         self._exit_code = 0
 
     def begin(self, run: RunStart) -> None:
@@ -90,7 +88,7 @@ class _Wandb:
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._points.add("text", {name: text}, iteration)
 
-    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+    def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         import wandb
 
         self._points.add("image", {name: wandb.Image(pixels)}, iteration)
@@ -100,10 +98,6 @@ class _Wandb:
 
         rows = [[label, *row] for label, row in zip(table["rows"], table["values"], strict=True)]
         self._points.add("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
-
-    def flush(self) -> None:
-        """Send the points so far, and note what was sent."""
-        self._points.flush()
 
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which Weights & Biases shows."""
@@ -146,6 +140,5 @@ def wandb_sink(
     Raises:
         ImportError: wandb is missing.
     """
-    if importlib.util.find_spec("wandb") is None:
-        raise ImportError('wandb_sink needs wandb. Run pip install "ddp_loop[wandb]"')
+    require("wandb")
     return _Wandb(project, name, mode, every_s, options)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_loop as dl
 from ddp_loop.data import ReadAhead, placement
+from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
 from tests.support.harness import OnRanks
 
@@ -281,8 +282,8 @@ def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[flo
         batches = dl.Batches(OnHost(), 4, world, shuffle=False, devices="cpu", num_workers=workers)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         is_pinned = [rows.is_pinned() for rows in shards]
-        assert batches._fingerprint is not None
-        return is_pinned, [rows.flatten().tolist() for rows in shards], bool(batches._fingerprint())
+        assert not isinstance(batches._reader, StreamReader)
+        return is_pinned, [rows.flatten().tolist() for rows in shards], bool(batches._reader.fingerprint())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -61,7 +61,7 @@ def test_mini_batches_of_parts_are_those_of_a_plain_count(seed: int) -> None:
             assert all(starts[shard.number] <= number < starts[shard.number + 1] for number in numbers)
         seen += one.samples
         all_sizes.update(zip(range(len(sizes)), one.sizes, strict=True))
-    there = {pair for at in parts.positions_of_sizes for pair in enumerate(parts.sizes_at(at))}
+    there = {pair for at in parts.positions_of_sizes for pair in enumerate(parts.mini_batch(1, at, range(0)).sizes)}
     assert there == all_sizes
 
 
