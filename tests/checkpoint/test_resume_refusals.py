@@ -32,6 +32,15 @@ def test_a_second_process_is_refused_and_told_who_holds_the_folder(on_ranks: OnR
     assert on_ranks(1, caught, train, folder, 1)[0][0] == "ValueError"  # it is free, and a run of something else
 
 
+def test_a_run_folder_that_is_a_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with (
+        dl.join_world() as world,
+        pytest.raises(OSError, match=r"File exists.* It is a file\. Pass a folder as run_dir"),
+    ):
+        loop_over(world, str(tmp_path / "run"), network())
+
+
 def look(folder: str) -> bool:
     return is_running(Path(folder))
 
