@@ -68,6 +68,13 @@ class LoadedBatch:
             self.data(len(self.mini_batch.shards) - 1)
 
 
+def _check_world(world: object) -> World:
+    """The world; raises TypeError for anything else, such as a batch size in its place."""
+    if not isinstance(world, World):
+        raise TypeError(f"Batches takes data, batch_size and a world from join_world. Got {world!r} as the world.")
+    return world
+
+
 def _check_flags(**flags: object) -> None:
     """Raise ValueError for a text in place of True or False, as from a command line, since any text counts as true."""
     for name, flag in flags.items():
@@ -166,9 +173,7 @@ class Batches:
         check_data: bool = True,
         **loader: Any,
     ) -> None:
-        if not isinstance(world, World):
-            raise TypeError(f"Batches takes data, batch_size and a world from join_world. Got {world!r} as the world.")
-        self.world = world
+        self.world = _check_world(world)
         self._check_data = check_data and partition != "own"
         self._passed = StreamPass()
         self.length: int | None = None
