@@ -75,7 +75,8 @@ def find_first(endings: Sequence[Ending]) -> Ending:
     """The culprit: who failed by itself, before one that another rank's failure ended.
 
     The agent ends all ranks when the first has ended, and that may be another one than the culprit. A rank that was
-    ended before it left a word is the least likely to be it.
+    ended before it left a word is the least likely to be it. Of ranks with the same error it is the lowest,
+    as in the run's status and on the page.
     """
 
     def order(one: Ending) -> tuple[bool, bool, bool, float, int]:
@@ -83,7 +84,13 @@ def find_first(endings: Sequence[Ending]) -> Ending:
         has_lost_a_peer = one.is_peer or "gloo/transport" in one.line  # outside of a world gloo raises a plain error
         return is_ended and not one.line, has_lost_a_peer, not one.error, one.at, one.rank
 
-    return min((one for one in endings if one.exit_code != 0), key=order)
+    first = min((one for one in endings if one.exit_code != 0), key=order)
+
+    def facts(one: Ending) -> tuple[str, str, str]:
+        return one.line, one.where, _place_of(one)
+
+    alike = [one for one in endings if first.error and facts(one) == facts(first)]
+    return min(alike, key=attrgetter("rank"), default=first)
 
 
 def describe(

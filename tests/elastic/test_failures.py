@@ -107,9 +107,10 @@ def test_another_rank_s_own_line_of_the_script_is_shown_where_it_is_not_the_culp
     alike = replace(first, rank=0, at=6.0)
     apart = replace(alike, rank=1, error=error_at(20, "step.fold()"))
     other = replace(apart, rank=3, line="KeyError: 'x'")
+    assert describe([first, alike, apart, other], []).startswith("ddp_loop: rank 0 failed in forward of step 3:\n")
     assert describe([first, alike, apart, other], []).splitlines()[-3:] == [
-        "ddp_loop: rank 0 failed in forward of step 3 too, with the same error",
         "ddp_loop: rank 1 failed in forward of step 3 too, with the same error, at /lab/train.py:20: step.fold()",
+        "ddp_loop: rank 2 failed in forward of step 3 too, with the same error",
         "ddp_loop: rank 3 failed in forward of step 3 too: KeyError: 'x', at /lab/train.py:20: step.fold()",
     ]
 
