@@ -261,7 +261,8 @@ def refuse_sum(made_by: Node | None, samples: int) -> None:
         samples: of the shard.
     """
     parts = [] if made_by is None else [made_by, *(below for below, _ in made_by.next_functions)]
-    if samples > 1 and any(getattr(part, "_saved_reduction", None) == TORCHS_SUM for part in parts):
+    reductions = {getattr(part, "_saved_reduction", None) for part in parts} - {None}
+    if samples > 1 and reductions == {TORCHS_SUM}:  # beside a mean, a sum is a penalty that has no samples
         raise ValueError(
             f"step.backward takes the shard's mean loss. This one is torch's sum (reduction=\"sum\") over {samples} "
             "samples, which would train differently on each number of ranks. Tell "

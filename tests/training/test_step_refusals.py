@@ -64,6 +64,11 @@ def sum_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(rows), rows[:, :1], reduction="sum")
 
 
+def penalty_of(model: nn.Module) -> torch.Tensor:
+    weight = next(model.parameters())
+    return nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum")
+
+
 def fail_in_backward(step: dl.Step, model: nn.Sequential, rows: torch.Tensor) -> None:
     def run_out(module: nn.Module, given: object, received: object) -> None:
         raise MemoryError("out of memory in backward")
@@ -211,7 +216,7 @@ WRONGS = {
     ),
     "torch's sum": Wrong(each(lambda step, model, rows: step.backward(sum_of(model, rows))), SUM, "ValueError"),
     "torch's sum and a penalty": Wrong(
-        each(lambda step, model, rows: step.backward(sum_of(model, rows) + loss_of(model, rows))), SUM, "ValueError"
+        each(lambda step, model, rows: step.backward(sum_of(model, rows) + penalty_of(model))), SUM, "ValueError"
     ),
 }
 CALLS: list[tuple[dict[str, Any], str]] = [
@@ -261,6 +266,19 @@ def test_a_step_that_is_used_wrongly_is_refused_on_every_rank(
     wrong = WRONGS[how]
     options = {"shards": 6 if wrong.many else shards, "bucket_cap_mib": bucket_cap_mib}
     refused(2, do_wrong, how, culprit, options, kind=wrong.kind, said=wrong.said, by=culprit)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda step, model, rows: step.backward(loss_of(model, rows) + penalty_of(model)),
+        lambda step, model, rows: step.backward(sum_of(model, rows) / len(rows)),
+        lambda step, model, rows: step.backward(sum_of(model, rows), reduction="sum"),
+    ],
+)
+def test_a_penalty_beside_a_mean_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
+    with dl.join_world() as world:
+        go_wrong(world, str(tmp_path), each(give), usual, ALL, {})
 
 
 @pytest.mark.covers("D3")
