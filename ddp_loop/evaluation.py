@@ -239,8 +239,9 @@ def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[to
     """A shard's part of each metric's total and of its divisor; a plain sum has 0 for it."""
     for name, value in values.items():
         if not isinstance(value, Sum):
+            total = _total(name, value, samples, is_sum=False)
             check_mean(name, value, samples)
-            yield _total(name, value, samples, is_sum=False)
+            yield total
             yield samples
         else:
             yield _total(name, value.value, samples, is_sum=True)

@@ -261,6 +261,7 @@ METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "hits": (lambda logits, labels: (logits.argmax(1) == labels).sum(), ValueError, "bad is a whole number for 5 samp"),
     "a number of hits": (lambda logits, labels: 3, ValueError, "bad is a whole number for 5 samp"),
     "an array's hits": (lambda logits, labels: np.ones(5, int).sum(), ValueError, "bad is a whole number for 5 samp"),
+    "a list": (lambda logits, labels: [[1], [1, 2]], TypeError, "bad gave list"),
     "a text": (lambda logits, labels: "0.5", TypeError, "bad gave str"),
 }
 

@@ -87,9 +87,10 @@ def is_locked(path: Path) -> bool | None:
             query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, query))[0]
             return kind != fcntl.F_UNLCK
-        _lock_file(descriptor)
-    except (BlockingIOError, PermissionError):
-        return True
+        try:
+            _lock_file(descriptor)
+        except (BlockingIOError, PermissionError):
+            return True
     except OSError:
         return None
     finally:

@@ -159,7 +159,7 @@ class RunFolder:
         self._start = start_command(directory=working_directory())
         what = f"The run folder {self.folder} cannot be created or written"
         remedy = "Make room there, make it writable, or pass another run_dir=."
-        if self.folder.is_file():
+        if os.path.isfile(self.folder):  # which raises nothing
             remedy = "It is a file. Pass a folder as run_dir=."
         with explained(what, remedy):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -227,6 +227,7 @@ class MemoryFlatSum:
             told = self._meetings.finish(self._meetings.again(meeting, MAPPED, (not all(mapped),)))
             if any(header.words[0] for header in told.headers):
                 self._own.clear()  # from now on
+                self._mapped = {at: rows for at, rows in self._mapped.items() if at[0] != self._meetings.rank}
         if any(header.words[0] == 0 for header in headers) or not self._own:
             return None
         return [self._mapped[rank, header.words[0]] for rank, header in enumerate(headers)]

@@ -403,15 +403,16 @@ class ObjectiveReader:
             weight = float(counted) if isinstance(counted, int | float) else nan
             self._sum += weight * value
             self._weight += weight
-            self.value = self._sum / self._weight if self._weight else nan
             self._window.append(value)
-        if iteration % self._every == 0 and self._window:
-            found.append((iteration, sum(self._window) / len(self._window)))
+        self.value = self._sum / self._weight if self._weight else nan  # until a step of the epoch counts
+        if iteration % self._every == 0:
+            found.append((iteration, sum(self._window) / len(self._window) if self._window else nan))
             self._window = []
 
     def missing(self) -> str:
         """Why there is no value, with the nearest name."""
-        known = [name for name in self.names if name not in ("epoch", "iteration", "samples", "elapsed_s")]
+        beside = ("epoch", "iteration", "samples", "elapsed_s", "weight", "skipped")
+        known = [name for name in self.names if name not in beside]
         where = "The results of dl.evaluate" if self._is_evaluated else "The rows of its Loop"
         suggestion = nearest(self._column, known).strip()
         return (

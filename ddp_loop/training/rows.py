@@ -286,7 +286,7 @@ class ShardRecord:
         """
         if not REFUSED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
-        if reduction == "mean" and (
+        if (reduction == "mean" and not self.losses) and (
             getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha")
         ):  # one of torch's losses, or several added up
             refuse_sum(made_by, self.shard.samples)

@@ -254,29 +254,49 @@ TORCHS_SUM = 2  # at::Reduction::Sum, which torch's losses keep for their backwa
 
 
 def refuse_sum(made_by: Node | None, samples: int) -> None:
-    """Raise ValueError if a loss of several samples, or a part of it, is torch's sum over them, given as their mean.
+    """Raise ValueError if a loss, or a part of it, is torch's sum over the shard's samples, given as their mean.
 
     Args:
         made_by: the operation whose result the loss is.
         samples: of the shard.
     """
-    parts = [] if made_by is None else [made_by, *(below for below, _ in made_by.next_functions)]
-    reductions = {getattr(part, "_saved_reduction", None) for part in parts} - {None}
-    if samples > 1 and reductions == {TORCHS_SUM}:  # beside a mean, a sum is a penalty that has no samples
+    if made_by is None or samples < 2:
+        return
+    adds = hasattr(made_by, "_saved_alpha")
+    parts = [below for below, _ in made_by.next_functions] if adds else [made_by]
+    sums = [part for part in parts if part is not None and getattr(part, "_saved_reduction", None) == TORCHS_SUM]
+    # A sum over other things has other rows; one over tokens has some for each sample.
+    if any(one == samples or (not adds and one > 0 and one % samples == 0) for one in map(_rows_of, sums)):
         raise ValueError(
             f"step.backward takes the shard's mean loss. This one is torch's sum (reduction=\"sum\") over {samples} "
             "samples, which would train differently on each number of ranks. Tell "
-            'step.backward(loss, reduction="sum"), or divide the loss by what it is over.'
+            'step.backward(loss, reduction="sum"), or divide the loss by what it is over. Pass 1.0 * loss if it is a '
+            "mean all the same."
         )
 
 
+def _rows_of(loss: Node) -> int:
+    """The first dimension of what one of torch's losses is of; 0 for a penalty of a parameter, and if it is unknown."""
+    if any(hasattr(below, "variable") for below, _ in loss.next_functions):
+        return 0
+    saved = getattr(loss, "_raw_saved_self", None)  # not unpacked, see `find_scale`
+    output = None if saved is None else saved.data
+    return output.shape[0] if isinstance(output, torch.Tensor) and output.dim() else 0
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def check_mean(name: str, value: object, samples: int) -> None:
-    """Raise ValueError if a metric, which counts as a mean, is a whole number for several samples, as a count is."""
+    """Raise ValueError if a metric, which counts as a mean, is a count of a shard's samples.
+
+    So are a tensor of whole numbers, whose value is not read, and a whole number from 2 to that of the samples.
+    """
     if isinstance(value, torch.Tensor):
-        is_whole = value.dim() == 0 and not value.is_floating_point() and value.dtype != torch.bool
+        is_count = value.dim() == 0 and value.dtype in _WHOLE
     else:
-        is_whole = np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu"  # type: ignore[arg-type]
-    if is_whole and samples > 1:
+        is_count = isinstance(value, int | np.integer) and 2 <= int(value) <= samples
+    if is_count and samples > 1:
         raise ValueError(
             f"A metric is the mean over a shard's samples. {name} is a whole number for {samples} samples, as a count "
             "is. Give one value per sample, or their sum as dl.Sum(...), or a mean that is whole as a float."

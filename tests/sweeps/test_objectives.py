@@ -49,6 +49,15 @@ def test_own_weights_count_and_skipped_steps_do_not_as_in_the_means_of_the_termi
     assert math.isnan(reader.value)
 
 
+def test_an_epoch_whose_steps_were_all_skipped_has_no_finite_value(tmp_path: Path) -> None:
+    reader = ObjectiveReader(tmp_path, Objective("loss", every=2))
+    skipped = [row(k, 1, None) | {"skipped": 1} for k in (3, 4)]
+    write(tmp_path / "rows.jsonl", row(1, 0, 4.0), row(2, 0, 2.0), *skipped)
+    (first, second) = reader.poll()
+    assert (first, second[0], math.isnan(second[1])) == ((2, 3.0), 4, True)
+    assert math.isnan(reader.value or 0.0)  # and not that of the epoch before
+
+
 def test_evaluations_are_reported_one_by_one(tmp_path: Path) -> None:
     reader = ObjectiveReader(tmp_path, Objective("evaluation.accuracy", "maximize", every=50))
     write(tmp_path / "evaluations.jsonl", {"iteration": 3, "accuracy": 0.5}, {"iteration": 7, "accuracy": None})

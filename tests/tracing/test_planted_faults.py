@@ -84,7 +84,7 @@ USUAL = {
 }
 FIXED = {"FIXED": "3"}
 PER_TOKEN = "(F.cross_entropy(logits, b, reduction='none') * n).sum() / n.sum()"
-SUM = "F.cross_entropy(logits, b, reduction='sum')"
+SUM = "F.cross_entropy(logits, b, reduction='none').sum()"  # torch's own sum is refused as a mean
 ENTROPIES = "F.cross_entropy(logits, b) - 0.01 * torch.distributions.Categorical(logits=logits).entropy().sum()"
 
 
@@ -173,7 +173,7 @@ FAULTS = {
     "a mean over tokens": Fault({"LOSS": f"step.backward({PER_TOKEN})"}, WEIGHS),
     "a mean over tokens, fixed": Fault({**FIXED, "LOSS": f"step.backward({PER_TOKEN})"}, WEIGHS),
     "a metric that is a sum, fixed": Fault(
-        {**FIXED, "LOSS": "step.backward(F.cross_entropy(logits, b), hits=(logits.argmax(1) == b).sum())"},
+        {**FIXED, "LOSS": "step.backward(F.cross_entropy(logits, b), hits=(logits.argmax(1) == b).sum().double())"},
         "the metric `hits`",
     ),
     "a clamp of each shard's gradient": Fault(

@@ -187,7 +187,7 @@ AUTOENCODER = """
     for step in go(world, pixels, dict(model=model, optimizer=optimizer)):
         for a in step:
             made, mean, spread = model(a)
-            loss = F.binary_cross_entropy(made, a, reduction="sum")
+            loss = F.binary_cross_entropy(made, a, reduction="none").sum()
             loss = loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum()
             step.backward(loss DIVIDED)
         step.fold()

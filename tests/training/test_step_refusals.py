@@ -65,8 +65,12 @@ def sum_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 def penalty_of(model: nn.Module) -> torch.Tensor:
-    weight = next(model.parameters())
+    weight = next(model.parameters())  # (6, 4)
     return nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum")
+
+
+def mean_matching(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(rows).mean(0), rows.mean(0)[:1], reduction="sum")
 
 
 def fail_in_backward(step: dl.Step, model: nn.Sequential, rows: torch.Tensor) -> None:
@@ -133,13 +137,17 @@ def transpose(model: nn.Sequential) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a script does in the third step, and the error's words and kind; `many`: with several shards alone."""
+    """What a script does in the third step, and the error's words and kind.
+
+    `many`: with several shards alone; `most`: with at most so many, of several samples.
+    """
 
     act: Act
     said: str
     kind: str = "RuntimeError"
     usual: Act = usual
     many: bool = False
+    most: int = 6
 
 
 LEFT_OUT = r"step\.backward must be called for every shard. Step 3 left out \[.*\] of its . shards"
@@ -214,9 +222,12 @@ WRONGS = {
         "must need a gradient",
         "ValueError",
     ),
-    "torch's sum": Wrong(each(lambda step, model, rows: step.backward(sum_of(model, rows))), SUM, "ValueError"),
-    "torch's sum and a penalty": Wrong(
-        each(lambda step, model, rows: step.backward(sum_of(model, rows) + penalty_of(model))), SUM, "ValueError"
+    "torch's sum": Wrong(each(lambda step, model, rows: step.backward(sum_of(model, rows))), SUM, "ValueError", most=2),
+    "torch's sum and a divergence": Wrong(
+        each(lambda step, model, rows: step.backward(sum_of(model, rows) - 0.5 * penalty_of(model))),
+        SUM,
+        "ValueError",
+        most=2,
     ),
 }
 CALLS: list[tuple[dict[str, Any], str]] = [
@@ -229,9 +240,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"error": torch.ones(1, 1)}, r"A metric must be one value.*error has shape \(1, 1\)"),
     ({"error": torch.ones(9)}, r"error has shape \(9,\)"),
     ({"error": "big"}, "error is 'big'"),
-    ({"hits": 2}, r"hits is a whole number for \d samples, as a count is\. .*dl\.Sum"),
-    ({"hits": np.int64(2)}, "hits is a whole number"),
-    ({"hits": torch.tensor([True, True]).sum()}, "hits is a whole number"),
     ({"retain_graph": True}, "retain_graph"),
     ({"epoch": 3.0}, "epoch"),
     ({"wieght": 3.0}, "Got wieght. Did you mean weight?"),
@@ -239,7 +247,13 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"reducton": "sum"}, "Got reducton. Did you mean reduction?"),
     ({"error": dl.Sum(1.0, over=2.0)}, "takes no dl.Sum with over=. error is one"),
 ]
+COUNTS: list[tuple[dict[str, Any], str]] = [
+    ({"hits": 2}, r"hits is a whole number for \d samples, as a count is\. .*dl\.Sum"),
+    ({"hits": np.int64(2)}, "hits is a whole number"),
+    ({"hits": torch.tensor([True, True]).sum()}, "hits is a whole number"),
+]
 WRONGS |= {str(keywords): Wrong(each(calling(keywords)), said, "ValueError") for keywords, said in CALLS}
+WRONGS |= {str(keywords): Wrong(each(calling(keywords)), said, "ValueError", most=2) for keywords, said in COUNTS}
 
 
 def go_wrong(
@@ -264,7 +278,7 @@ def test_a_step_that_is_used_wrongly_is_refused_on_every_rank(
     how: str, culprit: int, shards: int | None, bucket_cap_mib: float, refused: Refused
 ) -> None:
     wrong = WRONGS[how]
-    options = {"shards": 6 if wrong.many else shards, "bucket_cap_mib": bucket_cap_mib}
+    options = {"shards": 6 if wrong.many else shards and min(shards, wrong.most), "bucket_cap_mib": bucket_cap_mib}
     refused(2, do_wrong, how, culprit, options, kind=wrong.kind, said=wrong.said, by=culprit)
 
 
@@ -274,9 +288,14 @@ def test_a_step_that_is_used_wrongly_is_refused_on_every_rank(
         lambda step, model, rows: step.backward(loss_of(model, rows) + penalty_of(model)),
         lambda step, model, rows: step.backward(sum_of(model, rows) / len(rows)),
         lambda step, model, rows: step.backward(sum_of(model, rows), reduction="sum"),
+        lambda step, model, rows: step.backward(2 * loss_of(model, rows) + penalty_of(model)),
+        lambda step, model, rows: step.backward(1.0 * sum_of(model, rows)),
+        lambda step, model, rows: step.backward(mean_matching(model, rows)),
+        both(calling({"more_losses": True}), lambda step, model, rows: step.backward(penalty_of(model))),
+        calling({"none": 0, "size": 1000, "flag": True, "one": 1}),
     ],
 )
-def test_a_penalty_beside_a_mean_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
+def test_a_penalty_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
     with dl.join_world() as world:
         go_wrong(world, str(tmp_path), each(give), usual, ALL, {})
 
