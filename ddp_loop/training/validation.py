@@ -288,9 +288,9 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_mean(name: str, value: object, samples: int) -> None:
-    """Raise ValueError if a metric, which counts as a mean, is a count of a shard's samples.
+    """Raise ValueError if a metric, which is taken as a mean, looks like a count of a shard's samples.
 
-    So are a tensor of whole numbers, whose value is not read, and a whole number from 2 to that of the samples.
+    A tensor of whole numbers does, since its value is not read, and a number that is not larger than the samples.
     """
     if isinstance(value, torch.Tensor):
         is_count = value.dim() == 0 and value.dtype in _WHOLE
