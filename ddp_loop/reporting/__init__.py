@@ -8,15 +8,18 @@ from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
 from ddp_loop.reporting.run_records import (
+    ENDED,
     NO_RUNS_BELOW,
     TRIAL,
     RunRecord,
     ValueSummary,
+    count,
     find_runs,
     is_lower_better,
     plain_reason,
     read_run,
     state_of,
+    text_of,
     total_steps,
 )
 from ddp_loop.reporting.run_table import RunQuery, best_run, list_runs
@@ -39,6 +42,7 @@ from ddp_loop.reporting.throughput import as_clock, slowest
 
 __all__ = [
     "AGAIN",
+    "ENDED",
     "FAILED_TRIAL",
     "NORM",
     "NO_RUNS_BELOW",
@@ -74,6 +78,7 @@ __all__ = [
     "best_run",
     "columns_of",
     "compare",
+    "count",
     "export",
     "find_runs",
     "has_workers",
@@ -88,6 +93,7 @@ __all__ = [
     "read_run",
     "slowest",
     "state_of",
+    "text_of",
     "total_steps",
     "trial_folder",
     "write_table",

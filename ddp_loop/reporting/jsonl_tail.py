@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from math import inf
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -66,6 +68,14 @@ class JsonlTail:
         self._before = b""
         self._file: tuple[int, int] | None = None
         self._skips = False  # inside a line that is too long
+
+    def updates(self, deadline: float = inf) -> Iterator[TailUpdate]:
+        """Yield all that is new; one update at least, and none after the deadline, by time.monotonic()."""
+        while True:
+            update = self.poll()
+            yield update
+            if not update.more or time.monotonic() > deadline:
+                return
 
     def poll(self) -> TailUpdate:
         """Read new lines, up to CHUNK bytes; a missing file has no lines."""
@@ -134,14 +144,10 @@ def _all_objects(data: bytes, lines: int) -> list[dict[str, Any]] | None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the whole lines of a file that have an iteration and otherwise numbers; none if it is missing."""
-    tail = JsonlTail(path)
-    more = True
     rows: list[dict[str, Any]] = []
-    while more:
-        update = tail.poll()
+    for update in JsonlTail(path).updates():
         rows = [] if update.anew else rows
         rows += filter(has_numbers, update.rows)
-        more = update.more
     return rows
 
 

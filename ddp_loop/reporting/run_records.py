@@ -171,7 +171,7 @@ def state_of(folder: Path, status: Mapping[str, Any], trial: Mapping[str, Any]) 
 
 def total_steps(extent: Mapping[str, Any]) -> int | None:
     """Return the number of updates of a whole run, from its status; None if it is unknown."""
-    epochs, each, steps = (_count(extent.get(name)) or 0 for name in ("epochs", "steps_per_epoch", "steps"))
+    epochs, each, steps = (count(extent.get(name)) or 0 for name in ("epochs", "steps_per_epoch", "steps"))
     return min((number for number in (epochs * each, steps) if number), default=None)
 
 
@@ -251,8 +251,8 @@ class _RunReader:
     def read(self, name: str, deadline: float) -> RunRecord:
         with self._turn:
             run, trial, status = (self._content(one, read_json) or {} for one in (RUN, TRIAL, STATUS))
-            objective = _text(trial.get("objective"))
-            direction = _text(trial.get("direction"))
+            objective = text_of(trial.get("objective"))
+            direction = text_of(trial.get("direction"))
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
             wants_lower = {decides: direction != "maximize"} if decides else {}
@@ -262,7 +262,7 @@ class _RunReader:
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
             state = state_of(self._folder, status, trial)
             elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
-            step = _count(status.get("iteration")) or 0
+            step = count(status.get("iteration")) or 0
             return RunRecord(
                 name,
                 self._folder,
@@ -276,14 +276,14 @@ class _RunReader:
                 steps=step if state in ENDED and step else max(step, self._rows.iteration),
                 of_steps=total_steps(status),
                 epoch=self._rows.epoch,
-                epochs=_count(status.get("epochs")),
+                epochs=count(status.get("epochs")),
                 elapsed_s=max(elapsed, default=None),
                 began=_time_of(run, trial),
-                ranks=_count(status.get("ranks")) or _count(trial.get("ranks")),
-                why=plain_reason(_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None)),
+                ranks=count(status.get("ranks")) or count(trial.get("ranks")),
+                why=plain_reason(text_of(trial.get("why")) or (text_of(status.get("why")) if state in ENDED else None)),
                 note=self._content(NOTE, _note_in) or "",
                 title=self._content(TITLE, _note_in) or "",
-                trial=_count(trial.get("trial")),
+                trial=count(trial.get("trial")),
                 objective=objective,
                 direction=direction,
                 value=_finite(trial.get("value")),
@@ -319,24 +319,22 @@ class _Values:
         if (stamp := _stamp_of(self._tail.path)) == self._stamp:
             return False
         self._stamp = _UNREAD
-        more = True
-        while more:
-            if time.monotonic() > deadline:
-                return True
-            update = self._tail.poll()
+        if time.monotonic() > deadline:
+            return True
+        for update in self._tail.updates(deadline):
             if update.anew:
                 self._clear()
             rows = [row for row in update.rows if is_at_an_iteration(row)]
             if rows:
                 self._take(rows, wants_lower)
-            more = update.more
-        self._stamp = stamp
-        return False
+        if not update.more:
+            self._stamp = stamp
+        return update.more
 
     def _take(self, rows: list[dict[str, Any]], wants_lower: Mapping[str, bool]) -> None:
         last = rows[-1]
         self.iteration = last["iteration"]
-        self.epoch = _count(last.get("epoch"))
+        self.epoch = count(last.get("epoch"))
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
         for part, columns in columns_of(rows):
@@ -402,7 +400,7 @@ def _weighted(name: str, part: Sequence[Mapping[str, Any]], columns: Columns | N
         return found[columns.column("skipped") != 1] if "skipped" in known else found
     rows = [row for row in part if not row.get("skipped") and (row[name] is None or is_number(row[name]))]
     cells = [
-        (_count(row.get("epoch")) or 0, row["iteration"], _weight_of(row), math.nan if row[name] is None else row[name])
+        (count(row.get("epoch")) or 0, row["iteration"], _weight_of(row), math.nan if row[name] is None else row[name])
         for row in rows
     ]
     return np.array(cells, dtype=np.float64).reshape(len(rows), 4)
@@ -489,7 +487,8 @@ def plain_reason(why: str | None) -> str | None:
     return _PATH.sub("", why)
 
 
-def _text(value: object) -> str | None:
+def text_of(value: object) -> str | None:
+    """Return the start of a value that is a text, else None."""
     return value[:2000] if isinstance(value, str) and value else None
 
 
@@ -497,5 +496,6 @@ def _finite(value: object) -> float | None:
     return float(value) if is_number(value) and math.isfinite(value) else None
 
 
-def _count(value: object) -> int | None:
+def count(value: object) -> int | None:
+    """Return a value that is a count, else None."""
     return value if type(value) is int and 0 <= value <= 10**12 else None
