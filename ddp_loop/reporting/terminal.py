@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
@@ -312,11 +313,10 @@ class Terminal:
 _drawing = threading.RLock()  # held by a thread that draws, and by the main thread while it forks
 
 
+@cache  # once in a process
 def _finish_drawing_before_forks() -> None:
     """Keep rich's locks free in a forked process (a DataLoader's worker), which may print too."""
-    if not getattr(_finish_drawing_before_forks, "done", False):
-        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
-        _finish_drawing_before_forks.done = True  # type: ignore[attr-defined]
+    os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
 if TYPE_CHECKING:

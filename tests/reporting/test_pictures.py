@@ -98,14 +98,15 @@ def test_what_has_no_rows_is_refused_and_nothing_is_drawn(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations() -> None:
+def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"epoch": 1, "iteration": 1, "samples": 4, "weight": 2.0, "loss": None, "a": 0.5, "gradient_norm": 2.0,
          "learning_rate": 0.1, "learning_rate_1": 0.5, "skipped": 1.0, "elapsed_s": 1.0},
         {"epoch": 1, "iteration": 2, "samples": 4, "weight": 2.0, "loss": 0.5, "a": 0.75, "learning_rate": 0.2,
          "learning_rate_1": 0.5},
     ]  # fmt: skip
-    panels = exports._panels(rows, [{"epoch": 1, "iteration": 2, "b": 0.25, "a": 0.5, "samples": 9}])
+    write_lines(tmp_path / "evaluations.jsonl", [{"epoch": 1, "iteration": 2, "b": 0.25, "a": 0.5, "samples": 9}])
+    panels = exports._panels(tmp_path, rows)
     assert list(panels) == ["loss", "a", "b", "gradient_norm", "learning_rate"]
     assert np.isnan(panels["loss"].values[0])
     assert panels["a"] == Panel([1.0, 2.0], [0.5, 0.75], [2.0], [0.5])
