@@ -110,9 +110,8 @@ def _rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def _draw(panels: Mapping[str, Any], folder: Path, title: str, style: PictureStyle) -> list[Path]:
-    look: dict[str, Any] = {"title": title, "smoothing": style.smoothing, "log": style.log}
     return [
-        plots.curves(part, folder / f"{file}.{kind}", **look)
+        plots.curves(part, folder / f"{file}.{kind}", title=title, smoothing=style.smoothing, log=style.log)
         for file in ("loss", "metrics")
         if (part := {name: panel for name, panel in panels.items() if (name == "loss") == (file == "loss")})
         for kind in ("png", "svg")

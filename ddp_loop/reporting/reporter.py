@@ -285,9 +285,9 @@ class Reporter:
         world = self._world
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
-        folder = None if self._checkpointer is None else self._checkpointer.folder
         world.on_evaluated = partial(_record_evaluation, self.logged, self._where, self._console)
-        if folder is not None:
+        if self._checkpointer is not None:
+            folder = self._checkpointer.folder
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
             self._usage = UsageLog(folder, world.rank, world.device, lambda: where.iteration, began, world.print)

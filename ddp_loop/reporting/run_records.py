@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -184,23 +184,20 @@ def find_runs(folder: Path) -> list[Path]:
     Args:
         folder: to search.
     """
-    return sorted(_runs_below(Path(os.path.abspath(folder))))
-
-
-def _runs_below(top: Path) -> Iterator[Path]:
-    waiting = [str(top)]
+    found = []
+    waiting = [os.path.abspath(folder)]
     while waiting:
         place = waiting.pop()
         names = set[str]()
         with suppress(OSError), os.scandir(place) as entries:
             for one in entries:
-                if one.is_dir(follow_symlinks=False):
-                    if one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
-                        waiting.append(one.path)
-                else:
+                if not one.is_dir(follow_symlinks=False):
                     names.add(one.name)
+                elif one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
+                    waiting.append(one.path)
         if RUN in names or TRIAL in names:
-            yield Path(place)
+            found.append(Path(place))
+    return sorted(found)
 
 
 def read_run(
@@ -246,15 +243,16 @@ class _RunReader:
         self._contents: dict[str, tuple[Stamp | None, Any]] = {}
         self._rows = _Values(folder / ROWS, has_means=for_table)
         self._evaluations = _Values(folder / EVALUATIONS)
-        self._logged = _Values(folder / LOGGED, beside=_PLACE)
+        self._logged = _Values(folder / LOGGED, lambda name: name not in _PLACE)
 
     def _content(self, name: str, read: Callable[[Path], Any]) -> Any:
         """What a small file has; None without one."""
         path = self._folder / name
         stamp = _stamp_of(path)
-        if stamp != self._contents.get(name, (None, None))[0]:
-            self._contents[name] = (stamp, None if stamp is None else read(path))
-        return self._contents.get(name, (None, None))[1]
+        known = self._contents.get(name)
+        if known is None or known[0] != stamp:
+            known = self._contents[name] = (stamp, None if stamp is None else read(path))
+        return known[1]
 
     def read(self, name: str, deadline: float) -> RunRecord:
         with self._turn:
@@ -315,13 +313,13 @@ class _Values:
 
     Args:
         path: of the file.
-        beside: the names that are no values; by default all of a row but its loss and its metrics.
+        is_value: whether a name is that of a value; by default the loss and the metrics are values.
         has_means: whether the values are averaged over each epoch, too.
     """
 
-    def __init__(self, path: Path, beside: Collection[str] | None = None, *, has_means: bool = False) -> None:
+    def __init__(self, path: Path, is_value: Callable[[str], bool] = is_averaged, *, has_means: bool = False) -> None:
         self._tail = JsonlTail(path)
-        self._beside = beside
+        self._is_value = is_value
         self._has_means = has_means
         self._stamp: Stamp | None = None
         self._clear()
@@ -364,9 +362,6 @@ class _Values:
                     self.summaries[name] = _summary(table[:, 1], table[:, 3], lower, self.summaries.get(name))
                     if self._has_means:
                         self._means.setdefault(name, _EpochMean(lower)).take(table)
-
-    def _is_value(self, name: str) -> bool:
-        return is_averaged(name) if self._beside is None else name not in self._beside
 
     @property
     def epoch_means(self) -> dict[str, ValueSummary]:

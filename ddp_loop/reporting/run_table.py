@@ -227,17 +227,20 @@ def _number(value: Any) -> float | None:
 
 def ordered(rows: list[dict[str, Any]], column: str, *, descending: bool) -> list[dict[str, Any]]:
     """Return rows in the order of a column: numbers, then texts; what is missing or NaN comes last."""
-    there: list[tuple[int, Any, dict[str, Any]]] = []
+    numbers: list[tuple[float, dict[str, Any]]] = []
+    texts: list[tuple[str, dict[str, Any]]] = []
     missing = []
     for row in rows:
         number = _number(row.get(column))
         if column not in row or (number is not None and math.isnan(number)):
             missing.append(row)
+        elif number is not None:
+            numbers.append((number, row))
         else:
-            there.append((0, number, row) if number is not None else (1, str(row[column]), row))
-    there.sort(key=lambda one: one[:2], reverse=descending)
-    there.sort(key=lambda one: one[0])
-    return [*(row for _, _, row in there), *missing]
+            texts.append((str(row[column]), row))
+    numbers.sort(key=itemgetter(0), reverse=descending)
+    texts.sort(key=itemgetter(0), reverse=descending)
+    return [*(row for _, row in numbers), *(row for _, row in texts), *missing]
 
 
 def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
@@ -382,13 +385,13 @@ def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None 
         ValueError: no folder, no run in it, or a column that no run has.
     """
     while watch:
-        text = _text_of(query, is_first=False)
+        text = _text_of(query) if records_below(query.folder) else f"{query.folder}: no run has begun yet"
         say(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
         time.sleep(_WATCH_S)
     if file is not None:
         table, rows = _selected(query)
         write_csv(table, rows, file)
-    say(_text_of(query, is_first=True))
+    say(_text_of(query))
     if file is not None:
         say(f"All columns: {file}")
 
@@ -406,9 +409,7 @@ def _selected(query: RunQuery) -> tuple[RunTable, list[dict[str, Any]]]:
     return table, rows
 
 
-def _text_of(query: RunQuery, *, is_first: bool) -> str:
-    if not is_first and not records_below(query.folder):
-        return f"{query.folder}: no run has begun yet"
+def _text_of(query: RunQuery) -> str:
     table, rows = _selected(query)
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else None

@@ -160,8 +160,7 @@ class Terminal:
         self._next = self._opened + (LOOK_S if display is not None else LINE_S)
         self._epoch = epoch or EpochMeans()
         self._late = WeightedMeans()  # `_late` has the rows since the last view
-        self._last: RowMeta | None = None
-        self._values: Mapping[str, float] = {}
+        self._last: tuple[RowMeta, Mapping[str, float]] | None = None
         self._rate = Throughput(self._opened - began)
         self._curve = LossCurve()
         self._slow: int | None = None
@@ -177,15 +176,14 @@ class Terminal:
         """Take a row; one that was taken before is left out."""
         line = None
         with self._lock:
-            if self._last is not None and moment.iteration <= self._last.iteration:
+            if self._last is not None and moment.iteration <= self._last[0].iteration:
                 return
             self._epoch.turn_to(moment.epoch)
-            self._last = moment
-            self._values = values
+            self._last = (moment, values)
             self._late.add(moment.samples, values)
             if moment.is_last_of_epoch:
-                self._view = self._make_view(moment)
-                line = self._epoch_line(moment.epoch)
+                self._view = self._make_view(moment, values)
+                line = self._epoch_line(moment.epoch, values)
                 self._epoch.turn_to(0)
         if line is not None:
             self._say(line)
@@ -213,7 +211,7 @@ class Terminal:
     def take_logged(self, values: Mapping[str, float], epoch: int) -> None:
         """Take values that the script logged: for the epoch's line, or a line of their own after it."""
         with self._lock:
-            last = self._last
+            last = None if self._last is None else self._last[0]
             is_over = last is not None and (last.epoch > epoch or (last.epoch == epoch and last.is_last_of_epoch))
             if not is_over:
                 known = self._logged.setdefault(epoch, {})
@@ -235,7 +233,7 @@ class Terminal:
             return
         if self._display is None:
             if self._late.rows:
-                self._say(self._make_view(self._last).line())
+                self._say(self._make_view(*self._last).line())
             self._next = now + max(LINE_S, (now - self._opened) / _SPARSER)
         else:
             self._show()
@@ -257,7 +255,7 @@ class Terminal:
     def _newest(self) -> ProgressView | None:
         with self._lock:
             if self._late.rows and self._last is not None:
-                self._view = self._make_view(self._last)
+                self._view = self._make_view(*self._last)
             if self._view is None:
                 return None
             return replace(self._view, elapsed_s=max(time.monotonic() - self._began, self._view.elapsed_s))
@@ -271,7 +269,7 @@ class Terminal:
         if last_words is not None:
             self._say(last_words)
 
-    def _make_view(self, moment: RowMeta) -> ProgressView:
+    def _make_view(self, moment: RowMeta, values: Mapping[str, float]) -> ProgressView:
         """Return the view of this row and of all rows since the last view."""
         late = self._late
         self._late = WeightedMeans()
@@ -279,7 +277,7 @@ class Terminal:
         means = late.means()
         if "loss" in means:
             self._curve.add(means["loss"], late.rows)
-        beside = {name: value for name, value in self._values.items() if _is_beside(name)}
+        beside = {name: value for name, value in values.items() if _is_beside(name)}
         logged = {name: value for name, (value, _) in self._logged.get(moment.epoch, {}).items()}
         return ProgressView(
             self._extent,
@@ -294,7 +292,7 @@ class Terminal:
             frozenset(logged),
         )
 
-    def _epoch_line(self, epoch: int) -> str:
+    def _epoch_line(self, epoch: int, values: Mapping[str, float]) -> str:
         means = self._epoch.means
         parts = [
             f"Epoch: {epoch}",
@@ -305,7 +303,7 @@ class Terminal:
         if means.skipped:
             parts.append(f"{means.skipped} steps skipped, not finite")
         for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):
-            if (samples := self._values.get(name, 0)) > 0:
+            if (samples := values.get(name, 0)) > 0:
                 parts.append(f"{said}{samples:.0f} sample{'' if samples == 1 else 's'} not used")
         return ", ".join(parts)
 
