@@ -2,8 +2,15 @@
 
 from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
-from ddp_loop.reporting.jsonl import append_whole
-from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, TailUpdate, columns_of, object_of
+from ddp_loop.reporting.jsonl import (
+    Columns,
+    JsonlTail,
+    TailUpdate,
+    append_whole,
+    columns_of,
+    count,
+    object_of,
+)
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
@@ -13,7 +20,6 @@ from ddp_loop.reporting.run_records import (
     TRIAL,
     RunRecord,
     ValueSummary,
-    count,
     find_runs,
     is_lower_better,
     plain_reason,

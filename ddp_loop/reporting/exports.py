@@ -13,7 +13,7 @@ from typing import Any
 from ddp_loop import plots
 from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE
 from ddp_loop.plots import Panel
-from ddp_loop.reporting.jsonl_tail import read_lines
+from ddp_loop.reporting.jsonl import read_lines
 from ddp_loop.reporting.rows import NORM, RATE, is_metric
 
 _SMALL_MIB = 64  # some 400,000 rows, which are read and drawn in 5 s

@@ -25,14 +25,12 @@ import torch
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.checkpoint import EVALUATIONS, IMAGE_FOLDER, IMAGES, LOGGED, TEXTS
 from ddp_loop.reporting.images import png
-from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles, line_of
-from ddp_loop.reporting.jsonl_tail import CHUNK, is_number
+from ddp_loop.reporting.jsonl import CHUNK, JsonlWriter, RunFiles, is_number, line_of
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.tables import tables_of
 
 _REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 MOST_TEXT = 65_536  # letters of a logged text
-_PLACE = ("epoch", "iteration", "elapsed_s")
 _OF_TABLES = ("name", "iteration", "rows", "columns", "values")
 Logged = float | HostCopy
 
@@ -54,9 +52,10 @@ class _Line:
         if len(text) <= CHUNK or len(values) == 1:
             yield text
             return
-        middle = len(values) // 2
-        for half in (slice(middle), slice(middle, None)):
-            yield from self.texts(dict(list(values.items())[half]))
+        items = list(values.items())
+        middle = len(items) // 2
+        yield from self.texts(dict(items[:middle]))
+        yield from self.texts(dict(items[middle:]))
 
 
 class LoggedValues:
@@ -91,13 +90,10 @@ class LoggedValues:
         self._is_open = False  # whether the last one may get more values
         self.files = {EVALUATIONS: run.open(EVALUATIONS, "drop")}
         self.files |= {name: _opened(run, name) for name in (LOGGED, TEXTS, IMAGES)}
-        self._tables: list[dict[str, Any]] = []  # and values: of the checkpoint's step, by an earlier process
-        self._known: dict[str, float | None] = {}
+        self._tables: list[dict[str, Any]] = []  # of the checkpoint's step, by an earlier process
         if run.folder is not None:
             _remove_later_images(run.folder / IMAGE_FOLDER, run.after)
             self._tables = tables_of(run.folder, run.after)
-        for line in self.files[LOGGED].known:
-            self._known |= {name: one for name, one in line.items() if name not in _PLACE}
 
     def add(self, epoch: int, iteration: int, values: dict[str, Logged]) -> None:
         """Add values of a step; a later value of the same name and step replaces the earlier one."""
@@ -141,10 +137,11 @@ class LoggedValues:
             name: one if isinstance(one, float) else float(one.wait().item()) for name, one in line.values.items()
         }
         if line.place["iteration"] == self.run.after:  # see [Note: Once]
+            known = {name: one for before in self.files[LOGGED].known for name, one in before.items()}
             values = {
                 name: one
                 for name, one in values.items()
-                if name not in self._known or not _is_same(one if isfinite(one) else None, self._known[name])
+                if name not in known or not _is_same(one if isfinite(one) else None, known[name])
             }
             if not values:
                 return

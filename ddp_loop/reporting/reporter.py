@@ -339,10 +339,8 @@ class Reporter:
 
     def close(self, last_words: str | None) -> None:
         """Hand on the last rows, and close everything that takes rows."""
-        usage = self._usage
-        self._usage = None
-        if usage is not None:
-            usage.close()
+        if self._usage is not None:
+            self._usage.close()
         rows = self.rows
         self.rows = None
         if rows is None:

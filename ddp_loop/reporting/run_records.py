@@ -40,7 +40,7 @@ from ddp_loop.checkpoint import (
     read_text,
     run_id_of,
 )
-from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, columns_of, is_at_an_iteration, is_number
+from ddp_loop.reporting.jsonl import Columns, JsonlTail, columns_of, count, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
 TRIAL = "trial.json"
@@ -227,11 +227,6 @@ def read_run(
     return _reader_of(folder, for_table, highest).read(name, deadline)
 
 
-@lru_cache(maxsize=20_000)
-def _reader_of(folder: Path, for_table: bool, highest: bool | None) -> _RunReader:
-    return _RunReader(folder, for_table, highest)
-
-
 class _RunReader:
     """Reads one run folder again and again. See [Note: Again and again]."""
 
@@ -306,6 +301,9 @@ class _RunReader:
             return {}
         best, best_at = (max if self._highest else min)(finite, key=itemgetter(0))
         return {"score": ValueSummary(*scores[0], best, best_at)}
+
+
+_reader_of = lru_cache(maxsize=20_000)(_RunReader)
 
 
 class _Values:
@@ -501,8 +499,3 @@ def text_of(value: object) -> str | None:
 
 def _finite(value: object) -> float | None:
     return float(value) if is_number(value) and math.isfinite(value) else None
-
-
-def count(value: object) -> int | None:
-    """Return a value that is a count, else None."""
-    return value if type(value) is int and 0 <= value <= 10**12 else None

@@ -115,7 +115,7 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     common = {
         labels[name]: value
         for name, value in (configured or [{}])[0].items()
-        if all(name in parameters and _is_same(parameters[name], value) for parameters in configured)
+        if all(name in one and type(one[name]) is type(value) and one[name] == value for one in configured)
     }
     common = {label: value for label, value in common.items() if value != _PLACEHOLDER}
     varying = [label for name, label in labels.items() if label not in common and not _is_placeholder(name, records)]
@@ -134,10 +134,6 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
 def _is_placeholder(name: str, records: Sequence[RunRecord]) -> bool:
     """Whether a parameter is each run's own folder, which says nothing."""
     return all(one.parameters.get(name, _PLACEHOLDER) == _PLACEHOLDER for one in records)
-
-
-def _is_same(one: object, other: object) -> bool:
-    return type(one) is type(other) and one == other
 
 
 def _labels(

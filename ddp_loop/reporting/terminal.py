@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Protocol, cast
@@ -80,7 +80,7 @@ class ProgressView:
     samples_per_s: float
     elapsed_s: float
     left_s: float | None
-    losses: Sequence[float] = field(default=())
+    losses: Sequence[float] = ()
     slow_rank: int | None = None
     logged: Collection[str] = ()
 
