@@ -95,11 +95,10 @@ def compare(runs: Sequence[Path], folder: Path, style: PictureStyle = PictureSty
 def _named(runs: Sequence[Path]) -> dict[str, Path]:
     """The runs by as much of their paths as tells them apart."""
     whole = list(dict.fromkeys(run.absolute() for run in runs))
-    for depth in range(1, max(len(run.parts) for run in whole) + 1):
-        named = {"/".join(run.parts[-depth:]): run for run in whole}
-        if len(named) == len(whole):
-            return named
-    return {str(run): run for run in whole}
+    depth = 1
+    while len({run.parts[-depth:] for run in whole}) < len(whole):
+        depth += 1
+    return {"/".join(run.parts[-depth:]): run for run in whole}
 
 
 def _rows_of(run: Path) -> list[dict[str, Any]]:

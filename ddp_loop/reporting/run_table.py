@@ -163,7 +163,7 @@ def _row_of(one: RunRecord, labels: Mapping[str, str], columns: Mapping[str, Map
         for name, summary in getattr(one, kind).items():
             row |= {names[name]: summary.last, f"best {names[name]}": summary.best}
     row |= {"name": one.name, "state": one.state, "objective": one.value}
-    row |= {"steps": one.steps if one.steps else None, "of steps": one.of_steps, "epoch": one.epoch}
+    row |= {"steps": one.steps or None, "of steps": one.of_steps, "epoch": one.epoch}
     row |= {"time": one.elapsed_s, "ranks": one.ranks, "note": one.note or None, "why": one.why, "folder": one.folder}
     return {name: value for name, value in row.items() if value is not None}
 
@@ -296,7 +296,7 @@ def short_name(name: str) -> str:
 def is_text(table: RunTable, column: str) -> bool:
     """Whether a column is set to the left: it has texts, and not numbers."""
     return column in ("name", "state", "note", "why") or any(
-        isinstance(row.get(column), str | bool) for row in table.rows if row.get(column) is not None
+        isinstance(row.get(column), str | bool) for row in table.rows
     )
 
 
@@ -445,7 +445,6 @@ def _common_line(table: RunTable, width: int | None) -> list[str]:
 def _wrapped(text: str, width: int | None) -> list[str]:
     if width is None:
         return [text]
-
     return textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_on_hyphens=False)
 
 

@@ -29,9 +29,7 @@ def slowest(ranks: Sequence[RankTiming]) -> int | None:
     """Return the rank that all others wait for by more than a tenth of a step; None without one."""
     if len(ranks) < 2:
         return None
-    waits = sorted(ranks, key=lambda one: one["wait_s"])
-    least = waits[0]
-    next_one = waits[1]
+    least, next_one, *_ = sorted(ranks, key=lambda one: one["wait_s"])
     late = next_one["wait_s"] - least["wait_s"] > 0.1 * least["step_s"]
     return int(least["rank"]) if late else None
 
