@@ -224,11 +224,12 @@ class Reporter:
         self._timings: RankTimings | None = None
         self._files: dict[str, JsonlWriter] = {}
         self._usage: UsageLog | None = None
-        self._must_gather = False
+        self._draws = self._must_gather = False
         # What is called when the world is left keeps nothing of the loop until then.
         console = self._console = ConsoleLog(world.print)
         world.on_leaving(lambda: console.close(world.ended_by))  # as the last one, with what others print
         self._drawn: list[Path] = []  # the run folder, if it gets pictures
+        world.on_leaving(partial(_draw_pictures, self._drawn, world))  # after a loop that the script left has closed
 
     def open_console(self, folder: Path) -> None:
         """Keep what this process prints in the run folder from now on, until the world is left."""
@@ -263,7 +264,6 @@ class Reporter:
         rows = run.open(ROWS, "keep" if continues else "raise", epoch.begin, once=True, fate=fate)
         self._began -= rows.elapsed_s
         if progress:
-            world.on_leaving(partial(_draw_pictures, self._drawn, world))
             if world.size > 1:
                 world.print(world)
             extent = TrainingLength(**where.extent, after=run.after, ranks=world.size, device=str(world.device))
@@ -278,6 +278,7 @@ class Reporter:
         if checkpointer is not None:
             checkpointer.sum_files = lambda: {name: file.sum for name, file in files.items()}
         self.rows = RowDispatcher(rows, sinks, self.logged, self._terminal, self._began)
+        self._draws = progress
         return secrets.token_hex(4)
 
     def open(self, key: str | None) -> None:
@@ -347,7 +348,7 @@ class Reporter:
             return
         checkpointer = self._checkpointer
         has_new = self._where.iteration > self._where.resumed_at
-        if checkpointer is not None and has_new and checkpointer.has_folder:
+        if checkpointer is not None and self._draws and has_new and checkpointer.has_folder:
             self._drawn.append(checkpointer.folder)
         if self._world.ended_by is None:
             self._gather()

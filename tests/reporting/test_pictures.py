@@ -48,6 +48,22 @@ def train(run: str, progress: bool, steps: int | None = None) -> None:
         dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), distance=lambda out, rows: out.squeeze(1))
 
 
+def leave(run: str) -> None:
+    with dl.join_world(seed=0) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(dl.Batches(torch.randn(40, 2), 4, world), 3, state=state, run_dir=run, progress=True)
+        steps = (step for epoch in loop.epochs() for step in epoch)
+        for step in steps:  # which goes on until the world is left
+            for inputs in step:
+                step.backward(model(inputs).square().mean())
+            step.fold()
+            optimizer.step()
+            if step.iteration == 3:
+                break
+
+
 def ink(path: Path) -> Any:
     """Where a PNG is neither white nor grey."""
     with Image.open(path) as image:
@@ -70,6 +86,12 @@ def test_a_run_is_drawn_when_it_ends_and_its_rows_are_a_table(on_ranks: OnRanks,
         assert (run / "pictures" / name).read_text().lstrip().startswith("<?xml")
     assert ink(run / "pictures" / "loss.png").sum() > 1000
     assert "distance" in (run / "pictures" / "metrics.svg").read_text()  # of an evaluation after the loop
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_until_the_world_is_left_is_drawn_too(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, leave, str(tmp_path))
+    assert (tmp_path / "pictures" / "loss.png").exists()
 
 
 @pytest.mark.slow
