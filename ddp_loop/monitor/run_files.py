@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import CONSOLE, IMAGE_FOLDER, USAGE, bytes_of, opened
-from ddp_loop.monitor.run_state import count, finite, text_of
-from ddp_loop.monitor.series import updates
+from ddp_loop.monitor.run_state import finite
 from ddp_loop.monitor.sweep_view import Answer
-from ddp_loop.reporting import JsonlTail, object_of
+from ddp_loop.reporting import JsonlTail, count, object_of, text_of
 
 READ_S = 0.5  # for one look; long files take several
 CHUNK = 1 << 20  # bytes that are read at once, and the longest line
@@ -387,7 +386,7 @@ class UsageView:
         for rank in there:
             path = self._folder / f"rank-{rank}.jsonl"
             tail, series = self._ranks.get(rank) or (JsonlTail(path, follow=False), UsageSeries())
-            for update in updates(tail, deadline):
+            for update in tail.updates(deadline):
                 if update.anew:
                     series = UsageSeries()
                 for line in update.rows:

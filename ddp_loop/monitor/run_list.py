@@ -37,8 +37,8 @@ from ddp_loop.checkpoint import (
     TITLE,
     USAGE,
 )
-from ddp_loop.monitor.run_state import RunState, finite, text_of
-from ddp_loop.reporting import FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run
+from ddp_loop.monitor.run_state import RunState, finite
+from ddp_loop.reporting import FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run, text_of
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_json, read_text
-from ddp_loop.reporting import TRIAL, plain_reason, state_of, total_steps
+from ddp_loop.reporting import ENDED, TRIAL, count, plain_reason, state_of, text_of, total_steps
 
 _NOTHING_YET = "no run has begun in this folder yet: Loop(run_dir=...) begins one here"
 _NO_FOLDER = "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
-ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
 
 
@@ -119,16 +118,6 @@ class RunState:
         return plain_reason(why)
 
 
-def count(value: object) -> int | None:
-    """Return a value that is a count, else None."""
-    return value if type(value) is int and 0 <= value <= 10**12 else None
-
-
 def finite(value: object) -> float | int | None:
     """Return a value that is a finite number, else None."""
     return value if type(value) in (int, float) and abs(value) < 1e300 else None  # type: ignore[arg-type,return-value]
-
-
-def text_of(value: object) -> str | None:
-    """Return the start of a value that is a text, else None."""
-    return value[:2000] if isinstance(value, str) and value else None

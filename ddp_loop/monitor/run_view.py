@@ -25,7 +25,7 @@ from ddp_loop.checkpoint import (
     read_json,
     way_on,
 )
-from ddp_loop.monitor.run_state import RunState, count, finite, text_of
+from ddp_loop.monitor.run_state import RunState, finite
 from ddp_loop.monitor.series import (
     AXES,
     MetricSeries,
@@ -36,9 +36,8 @@ from ddp_loop.monitor.series import (
     places_of,
     places_on,
     thin_out,
-    updates,
 )
-from ddp_loop.reporting import JsonlTail, TailUpdate
+from ddp_loop.reporting import JsonlTail, TailUpdate, count, text_of
 from ddp_loop.smoothing import smooth
 
 READ_S = 0.5  # for one poll; a long file takes several
@@ -85,7 +84,7 @@ class RunView:
         deadline = time.monotonic() + READ_S
         self._is_behind = False
         for tail, series in zip(self._tails, (self._rows, self._evaluations, self._logged, None), strict=True):
-            for update in updates(tail, deadline):
+            for update in tail.updates(deadline):
                 if series is None:
                     self._take_ranks(update)
                 else:

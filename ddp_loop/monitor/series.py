@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.reporting import Columns, JsonlTail, TailUpdate, columns_of
+from ddp_loop.reporting import Columns, columns_of
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
@@ -22,15 +21,6 @@ MOST_SECONDS = 1e9
 PARTS = {"step": 1, "epoch": 1000, "time": 1000}  # of a unit, in which a request names the ends of a zoom
 
 Values = npt.NDArray[np.float64]
-
-
-def updates(tail: JsonlTail, deadline: float) -> Iterator[TailUpdate]:
-    """Yield what is new in a file; one update at least, and none after the deadline, by time.monotonic()."""
-    while True:
-        update = tail.poll()
-        yield update
-        if not update.more or time.monotonic() > deadline:
-            return
 
 
 class MetricSeries:

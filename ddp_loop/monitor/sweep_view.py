@@ -11,16 +11,18 @@ from typing import Any
 
 from ddp_loop.checkpoint import NOTE, STOP, TABLES, TITLE, bytes_of, opened, read_json, write_text_atomic
 from ddp_loop.monitor.run_list import free_key
-from ddp_loop.monitor.run_state import count, finite, text_of
+from ddp_loop.monitor.run_state import finite
 from ddp_loop.reporting import (
     FAILED_TRIAL,
     SWEEP,
     TRIAL,
     TRIALS,
     ask_for,
+    count,
     has_workers,
     is_sweep,
     object_of,
+    text_of,
     trial_folder,
 )
 

@@ -2,12 +2,20 @@
 
 from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
-from ddp_loop.reporting.jsonl import append_whole
-from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, TailUpdate, columns_of, object_of
+from ddp_loop.reporting.jsonl import (
+    Columns,
+    JsonlTail,
+    TailUpdate,
+    append_whole,
+    columns_of,
+    count,
+    object_of,
+)
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
 from ddp_loop.reporting.run_records import (
+    ENDED,
     NO_RUNS_BELOW,
     TRIAL,
     RunRecord,
@@ -17,6 +25,7 @@ from ddp_loop.reporting.run_records import (
     plain_reason,
     read_run,
     state_of,
+    text_of,
     total_steps,
 )
 from ddp_loop.reporting.run_table import RunQuery, best_run, list_runs
@@ -39,6 +48,7 @@ from ddp_loop.reporting.throughput import as_clock, slowest
 
 __all__ = [
     "AGAIN",
+    "ENDED",
     "FAILED_TRIAL",
     "NORM",
     "NO_RUNS_BELOW",
@@ -74,6 +84,7 @@ __all__ = [
     "best_run",
     "columns_of",
     "compare",
+    "count",
     "export",
     "find_runs",
     "has_workers",
@@ -88,6 +99,7 @@ __all__ = [
     "read_run",
     "slowest",
     "state_of",
+    "text_of",
     "total_steps",
     "trial_folder",
     "write_table",

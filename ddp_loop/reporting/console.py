@@ -150,7 +150,7 @@ class ConsoleLog:
             return
         if starts:
             moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._append(_START.format(number=starts + 1, time=moment).encode())
+            self._append(_START.format(number=starts + 1, time=moment))
         for stream in (sys.stdout, sys.stderr) if self.is_open else ():  # it may be full already
             self.follow(stream)
 
@@ -166,11 +166,12 @@ class ConsoleLog:
     def take(self, source: _Followed, text: object) -> None:
         """Append a text that a stream was given; one that it refused too."""
         if self._file is not None and isinstance(text, str) and (settled := source.settle(text)):
-            self._append(settled.encode(errors="backslashreplace"))
+            self._append(settled)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, text: str) -> None:
         if self._file is None:
             return
+        data = text.encode(errors="backslashreplace")
         try:
             room = MOST_BYTES - os.fstat(self._file).st_size
             is_cut = len(data) > room
@@ -197,11 +198,9 @@ class ConsoleLog:
         """
         for _, followed in self._streams:
             if rest := followed.rest():
-                self._append(rest.encode(errors="backslashreplace"))
-        if isinstance(error, SystemExit):
-            error = None
-        if error is not None:
-            self._append("".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
+                self._append(rest)
+        if error is not None and not isinstance(error, SystemExit):
+            self._append("".join(traceback.format_exception(error)))
         self._release()
 
     def _release(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ddp_loop import plots
 from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE
 from ddp_loop.plots import Panel
-from ddp_loop.reporting.jsonl_tail import read_lines
+from ddp_loop.reporting.jsonl import read_lines
 from ddp_loop.reporting.rows import NORM, RATE, is_metric
 
 _SMALL_MIB = 64  # some 400,000 rows, which are read and drawn in 5 s
@@ -68,7 +68,7 @@ def export(run: Path, style: PictureStyle = PictureStyle()) -> list[Path]:
             ["nan" if name in row and row[name] is None else row.get(name) for name in names] for row in rows
         )
     title = run.absolute().name if style.title is None else style.title
-    return [*_draw(_panels(rows, *_beside_rows(run)), run / PICTURES, title, style), table]
+    return [*_draw(_panels(run, rows), run / PICTURES, title, style), table]
 
 
 def compare(runs: Sequence[Path], folder: Path, style: PictureStyle = PictureStyle()) -> list[Path]:
@@ -86,7 +86,7 @@ def compare(runs: Sequence[Path], folder: Path, style: PictureStyle = PictureSty
         ImportError, OSError: as `export`.
         ValueError: a run has no rows; nothing is drawn.
     """
-    found = {name: _panels(_rows_of(run), *_beside_rows(run)) for name, run in _named(runs).items()}
+    found = {name: _panels(run, _rows_of(run)) for name, run in _named(runs).items()}
     names = dict.fromkeys(name for panels in found.values() for name in panels)
     panels = {name: {run: one[name] for run, one in found.items() if name in one} for name in names}
     return _draw(panels, folder, style.title or "", style)
@@ -95,11 +95,10 @@ def compare(runs: Sequence[Path], folder: Path, style: PictureStyle = PictureSty
 def _named(runs: Sequence[Path]) -> dict[str, Path]:
     """The runs by as much of their paths as tells them apart."""
     whole = list(dict.fromkeys(run.absolute() for run in runs))
-    for depth in range(1, max(len(run.parts) for run in whole) + 1):
-        named = {"/".join(run.parts[-depth:]): run for run in whole}
-        if len(named) == len(whole):
-            return named
-    return {str(run): run for run in whole}
+    depth = 1
+    while len({run.parts[-depth:] for run in whole}) < len(whole):
+        depth += 1
+    return {"/".join(run.parts[-depth:]): run for run in whole}
 
 
 def _rows_of(run: Path) -> list[dict[str, Any]]:
@@ -109,25 +108,19 @@ def _rows_of(run: Path) -> list[dict[str, Any]]:
     return [found[iteration] for iteration in sorted(found)]
 
 
-def _beside_rows(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The evaluations and the logged values of a run."""
-    return read_lines(run / EVALUATIONS), read_lines(run / LOGGED)
-
-
 def _draw(panels: Mapping[str, Any], folder: Path, title: str, style: PictureStyle) -> list[Path]:
-    look: dict[str, Any] = {"title": title, "smoothing": style.smoothing, "log": style.log}
     return [
-        plots.curves(part, folder / f"{file}.{kind}", **look)
+        plots.curves(part, folder / f"{file}.{kind}", title=title, smoothing=style.smoothing, log=style.log)
         for file in ("loss", "metrics")
         if (part := {name: panel for name, panel in panels.items() if (name == "loss") == (file == "loss")})
         for kind in ("png", "svg")
     ]
 
 
-def _panels(
-    rows: list[dict[str, Any]], evaluations: list[dict[str, Any]], logged: Sequence[dict[str, Any]] = ()
-) -> dict[str, Panel]:
+def _panels(run: Path, rows: list[dict[str, Any]]) -> dict[str, Panel]:
     """Return a panel for each value: loss, metrics, metrics of evaluations, logged values, norm, changing rates."""
+    evaluations = read_lines(run / EVALUATIONS)
+    logged = read_lines(run / LOGGED)
     names, of_evaluations, of_script = (
         [name for name in dict.fromkeys(name for row in lines for name in row) if name not in _NO_PANEL]
         for lines in (rows, evaluations, logged)

@@ -26,8 +26,10 @@ def as_pixels(name: str, image: Any) -> Pixels:
     Raises:
         ValueError: another shape, or too many pixels.
     """
-    values = image.detach().cpu() if isinstance(image, torch.Tensor) else image
-    values = values.to(torch.float32) if isinstance(values, torch.Tensor) and values.dtype == torch.bfloat16 else values
+    values = image
+    if isinstance(image, torch.Tensor):
+        values = image.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
     try:
         array = np.asarray(values)
     except Exception:

@@ -25,14 +25,12 @@ import torch
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.checkpoint import EVALUATIONS, IMAGE_FOLDER, IMAGES, LOGGED, TEXTS
 from ddp_loop.reporting.images import png
-from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles, line_of
-from ddp_loop.reporting.jsonl_tail import CHUNK, is_number
+from ddp_loop.reporting.jsonl import CHUNK, JsonlWriter, RunFiles, is_number, line_of
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.tables import tables_of
 
 _REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 MOST_TEXT = 65_536  # letters of a logged text
-_PLACE = ("epoch", "iteration", "elapsed_s")
 _OF_TABLES = ("name", "iteration", "rows", "columns", "values")
 Logged = float | HostCopy
 
@@ -54,9 +52,10 @@ class _Line:
         if len(text) <= CHUNK or len(values) == 1:
             yield text
             return
-        middle = len(values) // 2
-        for half in (slice(middle), slice(middle, None)):
-            yield from self.texts(dict(list(values.items())[half]))
+        items = list(values.items())
+        middle = len(items) // 2
+        yield from self.texts(dict(items[:middle]))
+        yield from self.texts(dict(items[middle:]))
 
 
 class LoggedValues:
@@ -91,13 +90,10 @@ class LoggedValues:
         self._is_open = False  # whether the last one may get more values
         self.files = {EVALUATIONS: run.open(EVALUATIONS, "drop")}
         self.files |= {name: _opened(run, name) for name in (LOGGED, TEXTS, IMAGES)}
-        self._tables: list[dict[str, Any]] = []  # and values: of the checkpoint's step, by an earlier process
-        self._known: dict[str, float | None] = {}
+        self._tables: list[dict[str, Any]] = []  # of the checkpoint's step, by an earlier process
         if run.folder is not None:
             _remove_later_images(run.folder / IMAGE_FOLDER, run.after)
             self._tables = tables_of(run.folder, run.after)
-        for line in self.files[LOGGED].known:
-            self._known |= {name: one for name, one in line.items() if name not in _PLACE}
 
     def add(self, epoch: int, iteration: int, values: dict[str, Logged]) -> None:
         """Add values of a step; a later value of the same name and step replaces the earlier one."""
@@ -141,7 +137,12 @@ class LoggedValues:
             name: one if isinstance(one, float) else float(one.wait().item()) for name, one in line.values.items()
         }
         if line.place["iteration"] == self.run.after:  # see [Note: Once]
-            values = {name: one for name, one in values.items() if not self._has(name, one)}
+            known = {name: one for before in self.files[LOGGED].known for name, one in before.items()}
+            values = {
+                name: one
+                for name, one in values.items()
+                if name not in known or not _is_same(one if isfinite(one) else None, known[name])
+            }
             if not values:
                 return
         for text in line.texts(values):
@@ -150,9 +151,6 @@ class LoggedValues:
             self.write()  # before a sink has it: what a killed run gave to sinks is known when it resumes
             self._sinks.call("logged", line.place | values | {"elapsed_s": round(line.elapsed_s, 4)})
         self._show(values, line.place["epoch"])
-
-    def _has(self, name: str, value: float) -> bool:
-        return name in self._known and _is_same(value if isfinite(value) else None, self._known[name])
 
     # -- evaluations, texts, images, tables --------------------------------------------------------------------
 
@@ -176,16 +174,13 @@ class LoggedValues:
             self.run.warn(f"The text {name} has {len(text):,} characters and is cut after {MOST_TEXT:,}.")
             text = f"{text[:MOST_TEXT]}\n[cut: {len(text):,} characters]"
         text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no letter for others
-        line = self._line(epoch, iteration, {"name": name, "text": text})
-        if self._add_once(TEXTS, line, ("name", "text")):
-            self._sinks.call("log_text", name, text, iteration)
-            self._sinks.call("flush")
+        self._add_once(TEXTS, epoch, iteration, {"name": name, "text": text}, "log_text", name, text, iteration)
 
     def add_image(self, epoch: int, iteration: int, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Write an image, shape (height, width, 3)."""
         file = f"{IMAGE_FOLDER}/{hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()[:8]}-{iteration}.png"
         height, width, _ = pixels.shape
-        line = self._line(epoch, iteration, {"name": name, "file": file, "width": width, "height": height})
+        values = {"name": name, "file": file, "width": width, "height": height}
         if self.run.folder is not None:
             path = self.run.folder / file
             try:
@@ -196,9 +191,7 @@ class LoggedValues:
             except OSError as error:
                 self.run.warn(f"{path} cannot be written: {error.strerror or error}. Training continues.")
                 return
-        if self._add_once(IMAGES, line, ("name", "file")):
-            self._sinks.call("log_image", name, pixels, iteration)
-            self._sinks.call("flush")
+        self._add_once(IMAGES, epoch, iteration, values, "log_image", name, pixels, iteration)
 
     def add_table(self, table: Mapping[str, Any]) -> None:
         """Give the sinks a table, unless the resumed run gave it before; its file is written elsewhere."""
@@ -206,16 +199,15 @@ class LoggedValues:
             return
         self._sinks.call("log_table", table["name"], table, table["iteration"])
 
-    def _line(self, epoch: int, iteration: int, values: dict[str, Any]) -> dict[str, Any]:
+    def _add_once(self, file: str, epoch: int, iteration: int, values: dict[str, Any], *call: Any) -> None:
+        """Write a line and make a call of the sinks, unless the resumed run did so before. See [Note: Once]."""
+        same = {"iteration": iteration, **values}
+        if any(same.items() <= known.items() for known in self.files[file].known):
+            return
         elapsed_s = round(time.monotonic() - self._began, 4)
-        return {"epoch": epoch, "iteration": iteration, "elapsed_s": elapsed_s, **values}
-
-    def _add_once(self, name: str, line: dict[str, Any], keys: tuple[str, ...]) -> bool:
-        """Write a line unless the resumed run wrote it before; returns whether it was new. See [Note: Once]."""
-        if any(all(one.get(key) == line[key] for key in ("iteration", *keys)) for one in self.files[name].known):
-            return False
-        self._write_line(name, line)
-        return True
+        self._write_line(file, {"epoch": epoch, "iteration": iteration, "elapsed_s": elapsed_s, **values})
+        self._sinks.call(*call)
+        self._sinks.call("flush")
 
     def _write_line(self, name: str, line: Mapping[str, Any]) -> None:
         self.files[name].add(json.dumps(line) + "\n")

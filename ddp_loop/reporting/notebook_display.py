@@ -58,8 +58,10 @@ def as_html(view: ProgressView, *, has_ended: bool = False) -> str:
         view: of the run.
         has_ended: whether no further step follows.
     """
-    values = [_text(cell) for cell in _shortened(cells(view))]
-    rows = [_place(view, has_ended=has_ended), _row([f"<span>{value}</span>" for value in values]), _curve(view.losses)]
+    values = cells(view)
+    more = [f"and {len(values) - _MOST_CELLS} more"] if len(values) > _MOST_CELLS else []
+    spans = [f"<span>{_text(value)}</span>" for value in [*values[:_MOST_CELLS], *more]]
+    rows = [_place(view, has_ended=has_ended), _row(spans), _curve(view.losses)]
     return f'<div style="{_BOX}">{"".join(rows)}</div>'
 
 
@@ -85,12 +87,6 @@ def _row(parts: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     return escape(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}...")
-
-
-def _shortened(values: list[str]) -> list[str]:
-    """The first values, and the number of the others."""
-    more = len(values) - _MOST_CELLS
-    return values if more <= 0 else [*values[:_MOST_CELLS], f"and {more} more"]
 
 
 def _curve(losses: Sequence[float]) -> str:

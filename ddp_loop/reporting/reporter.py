@@ -23,11 +23,9 @@ from ddp_loop.checkpoint import (
     RUN,
     TABLE,
     Checkpointer,
-    CheckpointStore,
     best_of,
     is_running,
     read_json,
-    run_id_of,
 )
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
@@ -37,6 +35,7 @@ from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles, line_of
 from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.notebook_display import open_notebook
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
+from ddp_loop.reporting.run_records import checkpoints_of
 from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, Throughput, TrainingLength
@@ -62,9 +61,7 @@ def results_in(folder: Path) -> list[str]:
     found = [f"curves in {PICTURES}/"] if (folder / PICTURES).is_dir() else []
     found += [f"rows in {TABLE}"] if (folder / TABLE).is_file() else []
     with suppress(OSError, ValueError):
-        if (run_id := run_id_of(folder)) is not None and (
-            best := best_of(CheckpointStore(folder, run_id).entries())
-        ) is not None:
+        if (best := best_of(checkpoints_of(folder))) is not None:
             found.append(f"best checkpoint {best.path.name} (score {best.score:.6g})")
     return found
 
@@ -77,18 +74,6 @@ def _start_of(folder: Path | None, config: Mapping[str, Any], after: int) -> Run
         return RunStart(folder, config, after, folder.name)
     script = getattr(sys.modules.get("__main__"), "__file__", None) or "run"
     return RunStart(None, config, after, Path(script).stem)
-
-
-def _end_console(console: ConsoleLog, world: World) -> None:
-    """When the world is left; nothing of the loop is kept until then."""
-    console.close(world.ended_by)
-
-
-def _close(logged: LoggedValues, sinks: SinkCalls, world: World) -> None:
-    try:
-        logged.close()
-    finally:
-        sinks.close(world.ended_by)
 
 
 def _record_evaluation(
@@ -235,16 +220,16 @@ class Reporter:
         self._began = time.monotonic()
         self.rows: RowDispatcher | None = None
         self.logged: LoggedValues | None = None
-        self._sinks = SinkCalls((), world.print)
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
         self._files: dict[str, JsonlWriter] = {}
-        self._console = ConsoleLog(world.print)
         self._usage: UsageLog | None = None
-        world.on_leaving(partial(_end_console, self._console, world))  # as the last one, with what others print
-        self._drawn: list[Path] = []  # the run folder, if it gets pictures
-        world.on_leaving(partial(_draw_pictures, self._drawn, world))
         self._draws = self._must_gather = False
+        # What is called when the world is left keeps nothing of the loop until then.
+        console = self._console = ConsoleLog(world.print)
+        world.on_leaving(lambda: console.close(world.ended_by))  # as the last one, with what others print
+        self._drawn: list[Path] = []  # the run folder, if it gets pictures
+        world.on_leaving(partial(_draw_pictures, self._drawn, world))  # after a loop that the script left has closed
 
     def open_console(self, folder: Path) -> None:
         """Keep what this process prints in the run folder from now on, until the world is left."""
@@ -283,15 +268,16 @@ class Reporter:
                 world.print(world)
             extent = TrainingLength(**where.extent, after=run.after, ranks=world.size, device=str(world.device))
             self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
-        self._sinks = SinkCalls(receivers, world.print)
+        sinks = SinkCalls(receivers, world.print)
         shown = {} if self._terminal is None else {"show": self._terminal.take_logged}
-        self.logged = LoggedValues(run, self._sinks, self._began, **shown)
-        world.on_leaving(partial(_close, self.logged, self._sinks, world))
-        self._sinks.call("begin", _start_of(run.folder, config, run.after))
+        self.logged = LoggedValues(run, sinks, self._began, **shown)
+        world.on_leaving(lambda: sinks.close(world.ended_by))
+        world.on_leaving(self.logged.close)
+        sinks.call("begin", _start_of(run.folder, config, run.after))
         files = self._files = {ROWS: rows, RANKS: ranks, **self.logged.files}
         if checkpointer is not None:
             checkpointer.sum_files = lambda: {name: file.sum for name, file in files.items()}
-        self.rows = RowDispatcher(rows, self._sinks, self.logged, self._terminal, self._began)
+        self.rows = RowDispatcher(rows, sinks, self.logged, self._terminal, self._began)
         self._draws = progress
         return secrets.token_hex(4)
 
@@ -300,13 +286,12 @@ class Reporter:
         world = self._world
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
-        folder = None if self._checkpointer is None else self._checkpointer.folder
         world.on_evaluated = partial(_record_evaluation, self.logged, self._where, self._console)
-        if folder is not None:
+        if self._checkpointer is not None:
+            folder = self._checkpointer.folder
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
-            facts = world.rank, world.device, lambda: where.iteration, began, world.print
-            self._usage = UsageLog(folder, *facts)
+            self._usage = UsageLog(folder, world.rank, world.device, lambda: where.iteration, began, world.print)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -355,10 +340,8 @@ class Reporter:
 
     def close(self, last_words: str | None) -> None:
         """Hand on the last rows, and close everything that takes rows."""
-        usage = self._usage
-        self._usage = None
-        if usage is not None:
-            usage.close()
+        if self._usage is not None:
+            self._usage.close()
         rows = self.rows
         self.rows = None
         if rows is None:

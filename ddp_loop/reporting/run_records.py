@@ -11,11 +11,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ from ddp_loop.checkpoint import (
     STATUS,
     STOP,
     TITLE,
+    CheckpointInfo,
     CheckpointStore,
-    best_of,
     is_running,
     read_json,
     read_text,
     run_id_of,
 )
-from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, columns_of, is_at_an_iteration, is_number
+from ddp_loop.reporting.jsonl import Columns, JsonlTail, columns_of, count, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
 TRIAL = "trial.json"
@@ -99,7 +100,7 @@ class RunRecord:
         epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
             This and the next two are read for a table alone.
         logged: the values of `Loop.log`, by name.
-        score: the newest and the lowest score of the checkpoints; None if none has one.
+        scores: the newest and the lowest score of the checkpoints, as "score"; empty if none has one.
         steps, of_steps: updates so far, and of the whole run; None if that is unknown.
         epoch, epochs: the epoch of the last update, and the number of epochs; None if unknown.
         elapsed_s: the run's time up to its last row, in seconds; None before the first.
@@ -121,7 +122,7 @@ class RunRecord:
     evaluations: dict[str, ValueSummary] = field(default_factory=dict)
     epoch_means: dict[str, ValueSummary] = field(default_factory=dict)
     logged: dict[str, ValueSummary] = field(default_factory=dict)
-    score: ValueSummary | None = None
+    scores: dict[str, ValueSummary] = field(default_factory=dict)
     steps: int = 0
     of_steps: int | None = None
     epoch: int | None = None
@@ -171,7 +172,7 @@ def state_of(folder: Path, status: Mapping[str, Any], trial: Mapping[str, Any]) 
 
 def total_steps(extent: Mapping[str, Any]) -> int | None:
     """Return the number of updates of a whole run, from its status; None if it is unknown."""
-    epochs, each, steps = (_count(extent.get(name)) or 0 for name in ("epochs", "steps_per_epoch", "steps"))
+    epochs, each, steps = (count(extent.get(name)) or 0 for name in ("epochs", "steps_per_epoch", "steps"))
     return min((number for number in (epochs * each, steps) if number), default=None)
 
 
@@ -183,27 +184,29 @@ def find_runs(folder: Path) -> list[Path]:
     Args:
         folder: to search.
     """
-    return sorted(_runs_below(Path(os.path.abspath(folder))))
-
-
-def _runs_below(top: Path) -> Iterator[Path]:
-    waiting = [str(top)]
+    found = []
+    waiting = [os.path.abspath(folder)]
     while waiting:
         place = waiting.pop()
         names = set[str]()
         with suppress(OSError), os.scandir(place) as entries:
             for one in entries:
-                if one.is_dir(follow_symlinks=False):
-                    if one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
-                        waiting.append(one.path)
-                else:
+                if not one.is_dir(follow_symlinks=False):
                     names.add(one.name)
+                elif one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
+                    waiting.append(one.path)
         if RUN in names or TRIAL in names:
-            yield Path(place)
+            found.append(Path(place))
+    return sorted(found)
 
 
 def read_run(
-    folder: Path, below: Path | None = None, deadline: float = math.inf, *, for_table: bool = False
+    folder: Path,
+    below: Path | None = None,
+    deadline: float = math.inf,
+    *,
+    for_table: bool = False,
+    highest: bool | None = None,
 ) -> RunRecord:
     """Read a run folder; what is missing or damaged is left out. Several threads may call this.
 
@@ -212,57 +215,56 @@ def read_run(
         below: the folder that was searched, from which the run's name starts; by default the folder's parent.
         deadline: by time.monotonic(), after which further rows are left for the next call.
         for_table: whether to read the means over epochs and the scores too, which the page does not show.
+        highest: whether the best value is the highest one in any case, or by its name, see `is_lower_better`. By
+            default the name decides, and of a trial's objective the sweep's direction.
 
     Returns:
-        Its record. Of each value the best one is the lowest or the highest finite one, see `is_lower_better`; of a
-        trial's objective the sweep's direction decides.
+        Its record. Of each value the best one is the lowest or the highest finite one.
     """
     folder = Path(os.path.abspath(folder))
     above = folder.parent if below is None else Path(os.path.abspath(below))
     name = folder.name if folder == above else os.path.relpath(folder, above)
-    return _reader_of(folder, for_table).read(name, deadline)
-
-
-@lru_cache(maxsize=20_000)
-def _reader_of(folder: Path, for_table: bool) -> _RunReader:
-    return _RunReader(folder, for_table)
+    return _reader_of(folder, for_table, highest).read(name, deadline)
 
 
 class _RunReader:
     """Reads one run folder again and again. See [Note: Again and again]."""
 
-    def __init__(self, folder: Path, for_table: bool) -> None:
+    def __init__(self, folder: Path, for_table: bool, highest: bool | None) -> None:
         self._folder = folder
         self._for_table = for_table
+        self._highest = highest
         self._turn = threading.Lock()
         self._contents: dict[str, tuple[Stamp | None, Any]] = {}
         self._rows = _Values(folder / ROWS, has_means=for_table)
         self._evaluations = _Values(folder / EVALUATIONS)
-        self._logged = _Values(folder / LOGGED, beside=_PLACE)
+        self._logged = _Values(folder / LOGGED, lambda name: name not in _PLACE)
 
     def _content(self, name: str, read: Callable[[Path], Any]) -> Any:
         """What a small file has; None without one."""
         path = self._folder / name
         stamp = _stamp_of(path)
-        if stamp != self._contents.get(name, (None, None))[0]:
-            self._contents[name] = (stamp, None if stamp is None else read(path))
-        return self._contents.get(name, (None, None))[1]
+        known = self._contents.get(name)
+        if known is None or known[0] != stamp:
+            known = self._contents[name] = (stamp, None if stamp is None else read(path))
+        return known[1]
 
     def read(self, name: str, deadline: float) -> RunRecord:
         with self._turn:
             run, trial, status = (self._content(one, read_json) or {} for one in (RUN, TRIAL, STATUS))
-            objective = _text(trial.get("objective"))
-            direction = _text(trial.get("direction"))
+            objective = text_of(trial.get("objective"))
+            direction = text_of(trial.get("direction"))
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
-            wants_lower = {decides: direction != "maximize"} if decides else {}
+            wants_lower = {decides: direction != "maximize"} if decides and self._highest is None else {}
+            is_lower = lambda value: not self._highest and wants_lower.get(value, is_lower_better(value))  # noqa: E731
             files = [self._evaluations, self._logged, self._rows]
-            is_behind = [one.update(wants_lower, deadline) for one in files]
+            is_behind = [one.update(is_lower, deadline) for one in files]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
             state = state_of(self._folder, status, trial)
             elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
-            step = _count(status.get("iteration")) or 0
+            step = count(status.get("iteration")) or 0
             return RunRecord(
                 name,
                 self._folder,
@@ -272,23 +274,36 @@ class _RunReader:
                 dict(self._evaluations.summaries),
                 self._rows.epoch_means,
                 dict(self._logged.summaries),
-                self._content(CHECKPOINTS, _score_in) if self._for_table else None,
+                self._content(CHECKPOINTS, self._scores_in) or {} if self._for_table else {},
                 steps=step if state in ENDED and step else max(step, self._rows.iteration),
                 of_steps=total_steps(status),
                 epoch=self._rows.epoch,
-                epochs=_count(status.get("epochs")),
+                epochs=count(status.get("epochs")),
                 elapsed_s=max(elapsed, default=None),
                 began=_time_of(run, trial),
-                ranks=_count(status.get("ranks")) or _count(trial.get("ranks")),
-                why=plain_reason(_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None)),
+                ranks=count(status.get("ranks")) or count(trial.get("ranks")),
+                why=plain_reason(text_of(trial.get("why")) or (text_of(status.get("why")) if state in ENDED else None)),
                 note=self._content(NOTE, _note_in) or "",
                 title=self._content(TITLE, _note_in) or "",
-                trial=_count(trial.get("trial")),
+                trial=count(trial.get("trial")),
                 objective=objective,
                 direction=direction,
                 value=_finite(trial.get("value")),
                 is_behind=any(is_behind),
             )
+
+    def _scores_in(self, checkpoints: Path) -> dict[str, ValueSummary]:
+        """The scores of the checkpoints of a run that it has kept."""
+        entries = checkpoints_of(checkpoints.parent)
+        scores = [(one.score, one.iteration) for one in entries if one.score is not None]
+        finite = [pair for pair in reversed(scores) if math.isfinite(pair[0])]  # of equals the oldest is the best
+        if not finite:
+            return {}
+        best, best_at = (max if self._highest else min)(finite, key=itemgetter(0))
+        return {"score": ValueSummary(*scores[0], best, best_at)}
+
+
+_reader_of = lru_cache(maxsize=20_000)(_RunReader)
 
 
 class _Values:
@@ -296,13 +311,13 @@ class _Values:
 
     Args:
         path: of the file.
-        beside: the names that are no values; by default all of a row but its loss and its metrics.
+        is_value: whether a name is that of a value; by default the loss and the metrics are values.
         has_means: whether the values are averaged over each epoch, too.
     """
 
-    def __init__(self, path: Path, beside: Collection[str] | None = None, *, has_means: bool = False) -> None:
+    def __init__(self, path: Path, is_value: Callable[[str], bool] = is_averaged, *, has_means: bool = False) -> None:
         self._tail = JsonlTail(path)
-        self._beside = beside
+        self._is_value = is_value
         self._has_means = has_means
         self._stamp: Stamp | None = None
         self._clear()
@@ -314,44 +329,37 @@ class _Values:
         self.epoch: int | None = None
         self.elapsed_s: float | None = None
 
-    def update(self, wants_lower: Mapping[str, bool], deadline: float) -> bool:
+    def update(self, is_lower: Callable[[str], bool], deadline: float) -> bool:
         """Read what is new, and return whether there is more to read after the deadline."""
         if (stamp := _stamp_of(self._tail.path)) == self._stamp:
             return False
         self._stamp = _UNREAD
-        more = True
-        while more:
-            if time.monotonic() > deadline:
-                return True
-            update = self._tail.poll()
+        if time.monotonic() > deadline:
+            return True
+        for update in self._tail.updates(deadline):
             if update.anew:
                 self._clear()
             rows = [row for row in update.rows if is_at_an_iteration(row)]
             if rows:
-                self._take(rows, wants_lower)
-            more = update.more
-        self._stamp = stamp
-        return False
+                self._take(rows, is_lower)
+        if not update.more:
+            self._stamp = stamp
+        return update.more
 
-    def _take(self, rows: list[dict[str, Any]], wants_lower: Mapping[str, bool]) -> None:
+    def _take(self, rows: list[dict[str, Any]], is_lower: Callable[[str], bool]) -> None:
         last = rows[-1]
         self.iteration = last["iteration"]
-        self.epoch = _count(last.get("epoch"))
+        self.epoch = count(last.get("epoch"))
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
         for part, columns in columns_of(rows):
             for name in filter(self._is_value, part[0]):
-                lower = wants_lower.get(name, is_lower_better(name))
-                steps, values = (
-                    _of_rows(name, part) if columns is None else (columns.column("iteration"), columns.column(name))
-                )
-                if len(values):
-                    self.summaries[name] = _summary(steps, values, lower, self.summaries.get(name))
+                table = _numbers_of(name, part, columns)
+                if len(table):
+                    lower = is_lower(name)
+                    self.summaries[name] = _summary(table[:, 1], table[:, 3], lower, self.summaries.get(name))
                     if self._has_means:
-                        self._means.setdefault(name, _EpochMean(lower)).take(_weighted(name, part, columns))
-
-    def _is_value(self, name: str) -> bool:
-        return is_averaged(name) if self._beside is None else name not in self._beside
+                        self._means.setdefault(name, _EpochMean(lower)).take(table)
 
     @property
     def epoch_means(self) -> dict[str, ValueSummary]:
@@ -370,42 +378,50 @@ class _EpochMean:
         self._lower = lower
         self._epoch = -1.0
         self._sum = self._weight = 0.0
+        self._rows = 0
         self._before: ValueSummary | None = None
         self.summary: ValueSummary | None = None
 
     def take(self, rows: Values) -> None:
-        """Take rows, shape (rows, 4), of `_weighted`."""
+        """Take rows, shape (rows, 5), of `_numbers_of`."""
         cuts = np.flatnonzero(np.diff(rows[:, 0])) + 1
         for start, end in pairwise([0, *cuts.tolist(), len(rows)]):
-            if start == end:
-                continue
             epoch, step = rows[end - 1, :2]
             if epoch != self._epoch:
                 self._epoch = float(epoch)
                 self._sum = self._weight = 0.0
+                self._rows = 0
                 self._before = self.summary
+            part = rows[start:end]
+            counted = part[part[:, 4] != 1]
+            self._rows += len(counted)
+            if not self._rows:
+                continue
             with np.errstate(over="ignore", invalid="ignore"):  # such a mean is not finite
-                self._sum += float(rows[start:end, 2] @ rows[start:end, 3])
-                self._weight += float(rows[start:end, 2].sum())
+                self._sum += float(counted[:, 2] @ counted[:, 3])
+                self._weight += float(counted[:, 2].sum())
             mean = self._sum / self._weight if self._weight else math.nan
             newest = np.array([mean if math.isfinite(mean) else math.nan])
             self.summary = _summary(np.array([step]), newest, self._lower, self._before)
 
 
-def _weighted(name: str, part: Sequence[Mapping[str, Any]], columns: Columns | None) -> Values:
-    """The epoch, the step, the weight and the value of the rows of steps that were not skipped, shape (rows, 4)."""
+def _numbers_of(name: str, part: Sequence[Mapping[str, Any]], columns: Columns | None) -> Values:
+    """The epoch, the step, the weight, the value of rows, and 1 for a skipped step, shape (rows, 5).
+
+    A value that is not finite is NaN, and a row whose value is no number is left out.
+    """
     if columns is not None:
-        known = set(columns.names)
-        by = next((one for one in ("weight", "samples") if one in known), None)
+        by = next((one for one in ("weight", "samples") if one in columns.names), None)
         weights = np.ones(len(part)) if by is None else columns.column(by)
-        found = np.stack([columns.column("epoch"), columns.column("iteration"), weights, columns.column(name)], axis=1)
-        return found[columns.column("skipped") != 1] if "skipped" in known else found
-    rows = [row for row in part if not row.get("skipped") and (row[name] is None or is_number(row[name]))]
+        skipped = columns.column("skipped") if "skipped" in columns.names else np.zeros(len(part))
+        found = [columns.column("epoch"), columns.column("iteration"), weights, columns.column(name), skipped]
+        return np.stack(found, axis=1)
     cells = [
-        (_count(row.get("epoch")) or 0, row["iteration"], _weight_of(row), math.nan if row[name] is None else row[name])
-        for row in rows
+        (count(row.get("epoch")) or 0, row["iteration"], _weight_of(row), _finite(row[name]), bool(row.get("skipped")))
+        for row in part
+        if row[name] is None or is_number(row[name])
     ]
-    return np.array(cells, dtype=np.float64).reshape(len(rows), 4)
+    return np.array(cells, dtype=np.float64).reshape(len(cells), 5)  # None becomes NaN
 
 
 def _weight_of(row: Mapping[str, Any]) -> float:
@@ -413,24 +429,11 @@ def _weight_of(row: Mapping[str, Any]) -> float:
     return float(weight) if is_number(weight) else 0.0
 
 
-def _score_in(checkpoints: Path) -> ValueSummary | None:
-    """The scores of the checkpoints of a run that it has kept."""
-    folder = checkpoints.parent
-    if (run_id := run_id_of(folder)) is None:
-        return None
-    entries = CheckpointStore(folder, run_id).entries()
-    best = best_of(entries)
-    newest = next((one for one in entries if one.problem is None and one.score is not None), None)
-    if best is None or newest is None or newest.score is None:
-        return None
-    return ValueSummary(newest.score, newest.iteration, best.score, best.iteration)
-
-
-def _of_rows(name: str, rows: list[Mapping[str, Any]]) -> tuple[Values, Values]:
-    """The iterations and the values of a name; NaN for what is not finite, and nothing for what is no number."""
-    found = [(row["iteration"], row[name]) for row in rows if row[name] is None or is_number(row[name])]
-    pairs = np.array(found, dtype=np.float64).reshape(len(found), 2)
-    return pairs[:, 0], np.where(np.isfinite(pairs[:, 1]), pairs[:, 1], math.nan)
+def checkpoints_of(folder: Path) -> list[CheckpointInfo]:
+    """Return the intact checkpoints of a run, the newest first."""
+    run_id = run_id_of(folder)
+    entries = [] if run_id is None else CheckpointStore(folder, run_id).entries()
+    return [one for one in entries if one.problem is None]
 
 
 def _summary(steps: Values, values: Values, lower: bool, before: ValueSummary | None) -> ValueSummary:
@@ -489,13 +492,10 @@ def plain_reason(why: str | None) -> str | None:
     return _PATH.sub("", why)
 
 
-def _text(value: object) -> str | None:
+def text_of(value: object) -> str | None:
+    """Return the start of a value that is a text, else None."""
     return value[:2000] if isinstance(value, str) and value else None
 
 
 def _finite(value: object) -> float | None:
     return float(value) if is_number(value) and math.isfinite(value) else None
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value <= 10**12 else None

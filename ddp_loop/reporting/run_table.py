@@ -14,26 +14,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import (
-    CHECKPOINTS,
-    EVALUATIONS,
-    LOGGED,
-    ROWS,
-    CheckpointInfo,
-    CheckpointStore,
     best_of,
-    by_score,
     read_json,
-    run_id_of,
 )
-from ddp_loop.reporting.jsonl_tail import read_lines
-from ddp_loop.reporting.rows import WeightedMeans
-from ddp_loop.reporting.run_records import RunRecord, find_runs, is_lower_better, read_run
+from ddp_loop.reporting.run_records import RunRecord, checkpoints_of, find_runs, is_lower_better, read_run
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
 
@@ -53,8 +42,13 @@ _MOST_WHY = 60
 _GAP = 2  # letters of a run's name, of other texts, between two columns
 _OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ranks", "note", "why", "folder")
 Row = Mapping[str, Any]
-_Value = tuple[str, str]  # the file that has it, its name there
-_KINDS = {EVALUATIONS: "evaluated {}", ROWS: "epoch {}", LOGGED: "{}", CHECKPOINTS: "{}"}
+_Value = tuple[str, str]  # the attribute of a RunRecord that has it, its name there
+_KINDS = {  # of values that can decide, and what these are called; the first is what they are called in a message
+    "evaluations": ("evaluated {}", "eval {}", "{}"),
+    "epoch_means": ("epoch {}", "{}"),
+    "logged": ("{}", "logged.{}"),
+    "scores": ("{}",),
+}
 _Found = tuple[float, int | None, RunRecord]  # a value, its step, its run
 _WATCH_S = 1.0
 _SCORE = ("score", "best score")
@@ -101,7 +95,7 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     are "loss" and "best loss", of single mini-batches. A metric whose name is taken is "metric.NAME", such a parameter
     "config.NAME", and such a logged value "logged.NAME".
     """
-    taken = {*_OWN, *(_SCORE if any(one.score is not None for one in records) else ())}
+    taken = {*_OWN, *(_SCORE if any(one.scores for one in records) else ())}
     evaluated = _labels((name for one in records for name in one.evaluations), "metric.", taken, "eval ", _FORMS[:2])
     measured = _labels((name for one in records for name in ("loss", *one.rows)), "metric.", taken, "", _FORMS)
     labels = _labels((name for one in records for name in one.parameters), "config.", taken)
@@ -113,12 +107,15 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
         values |= {label: 3, f"best {label}": 5}
     for name, label in logged.items():
         values |= {label: 4 if is_lower_better(name) else 6, f"best {label}": 5 if is_lower_better(name) else 7}
-    rows = [_row_of(one, labels, measured, evaluated, logged) for one in records]
+    averaged = {name: f"epoch {label}" for name, label in measured.items()}
+    columns = {"rows": measured, "epoch_means": averaged, "evaluations": evaluated, "logged": logged}
+    columns["scores"] = {"score": "score"}
+    rows = [_row_of(one, labels, columns) for one in records]
     configured = [one.parameters for one in records if one.parameters]
     common = {
         labels[name]: value
         for name, value in (configured or [{}])[0].items()
-        if all(name in parameters and _is_same(parameters[name], value) for parameters in configured)
+        if all(name in one and type(one[name]) is type(value) and one[name] == value for one in configured)
     }
     common = {label: value for label, value in common.items() if value != _PLACEHOLDER}
     varying = [label for name, label in labels.items() if label not in common and not _is_placeholder(name, records)]
@@ -139,10 +136,6 @@ def _is_placeholder(name: str, records: Sequence[RunRecord]) -> bool:
     return all(one.parameters.get(name, _PLACEHOLDER) == _PLACEHOLDER for one in records)
 
 
-def _is_same(one: object, other: object) -> bool:
-    return type(one) is type(other) and one == other
-
-
 def _labels(
     names: Iterable[str], other: str, taken: set[str], prefix: str = "", forms: Sequence[str] = ("{}",)
 ) -> dict[str, str]:
@@ -157,23 +150,20 @@ def _labels(
     return labels
 
 
-def _row_of(
-    one: RunRecord,
-    labels: Mapping[str, str],
-    measured: Mapping[str, str],
-    evaluated: Mapping[str, str],
-    logged: Mapping[str, str],
-) -> dict[str, Any]:
+def _row_of(one: RunRecord, labels: Mapping[str, str], columns: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """The row of a run.
+
+    Args:
+        one: its record.
+        labels: the columns of parameters, by their names.
+        columns: those of values, by the attribute of the record that has them and by their names.
+    """
     row: dict[str, Any] = {labels[name]: value for name, value in one.parameters.items()}
-    averaged = {name: f"epoch {label}" for name, label in measured.items()}
-    kinds = [(measured, one.rows), (averaged, one.epoch_means), (evaluated, one.evaluations), (logged, one.logged)]
-    for columns, summaries in kinds:
-        for name, summary in summaries.items():
-            row |= {columns[name]: summary.last, f"best {columns[name]}": summary.best}
-    if one.score is not None:
-        row |= {"score": one.score.last, "best score": one.score.best}
+    for kind, names in columns.items():
+        for name, summary in getattr(one, kind).items():
+            row |= {names[name]: summary.last, f"best {names[name]}": summary.best}
     row |= {"name": one.name, "state": one.state, "objective": one.value}
-    row |= {"steps": one.steps if one.steps else None, "of steps": one.of_steps, "epoch": one.epoch}
+    row |= {"steps": one.steps or None, "of steps": one.of_steps, "epoch": one.epoch}
     row |= {"time": one.elapsed_s, "ranks": one.ranks, "note": one.note or None, "why": one.why, "folder": one.folder}
     return {name: value for name, value in row.items() if value is not None}
 
@@ -233,17 +223,20 @@ def _number(value: Any) -> float | None:
 
 def ordered(rows: list[dict[str, Any]], column: str, *, descending: bool) -> list[dict[str, Any]]:
     """Return rows in the order of a column: numbers, then texts; what is missing or NaN comes last."""
-    there: list[tuple[int, Any, dict[str, Any]]] = []
+    numbers: list[tuple[float, dict[str, Any]]] = []
+    texts: list[tuple[str, dict[str, Any]]] = []
     missing = []
     for row in rows:
         number = _number(row.get(column))
         if column not in row or (number is not None and math.isnan(number)):
             missing.append(row)
+        elif number is not None:
+            numbers.append((number, row))
         else:
-            there.append((0, number, row) if number is not None else (1, str(row[column]), row))
-    there.sort(key=lambda one: one[:2], reverse=descending)
-    there.sort(key=lambda one: one[0])
-    return [*(row for _, _, row in there), *missing]
+            texts.append((str(row[column]), row))
+    numbers.sort(key=itemgetter(0), reverse=descending)
+    texts.sort(key=itemgetter(0), reverse=descending)
+    return [*(row for _, row in numbers), *(row for _, row in texts), *missing]
 
 
 def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
@@ -303,7 +296,7 @@ def short_name(name: str) -> str:
 def is_text(table: RunTable, column: str) -> bool:
     """Whether a column is set to the left: it has texts, and not numbers."""
     return column in ("name", "state", "note", "why") or any(
-        isinstance(row.get(column), str | bool) for row in table.rows if row.get(column) is not None
+        isinstance(row.get(column), str | bool) for row in table.rows
     )
 
 
@@ -359,8 +352,8 @@ class RunQuery:
     where: Sequence[str] = ()
 
 
-def records_below(folder: Path) -> list[RunRecord]:
-    """Read all runs below a folder, a sweep's runs in the order of its trials.
+def records_below(folder: Path, *, highest: bool | None = None) -> list[RunRecord]:
+    """Read all runs below a folder, a sweep's runs in the order of its trials; `highest` as in `read_run`.
 
     Raises:
         ValueError: the folder does not exist.
@@ -368,7 +361,7 @@ def records_below(folder: Path) -> list[RunRecord]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"FOLDER must be a folder with runs below it. {folder} {what}. Check its path.")
-    records = [read_run(one, folder, for_table=True) for one in find_runs(folder)]
+    records = [read_run(one, folder, for_table=True, highest=highest) for one in find_runs(folder)]
     if is_sweep(folder):
         records.sort(key=lambda one: math.inf if one.trial is None else one.trial)
     return records
@@ -388,13 +381,13 @@ def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None 
         ValueError: no folder, no run in it, or a column that no run has.
     """
     while watch:
-        text = _text_of(query, is_first=False)
+        text = _text_of(query) if records_below(query.folder) else f"{query.folder}: no run has begun yet"
         say(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
         time.sleep(_WATCH_S)
     if file is not None:
         table, rows = _selected(query)
         write_csv(table, rows, file)
-    say(_text_of(query, is_first=True))
+    say(_text_of(query))
     if file is not None:
         say(f"All columns: {file}")
 
@@ -412,9 +405,7 @@ def _selected(query: RunQuery) -> tuple[RunTable, list[dict[str, Any]]]:
     return table, rows
 
 
-def _text_of(query: RunQuery, *, is_first: bool) -> str:
-    if not is_first and not records_below(query.folder):
-        return f"{query.folder}: no run has begun yet"
+def _text_of(query: RunQuery) -> str:
     table, rows = _selected(query)
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else None
@@ -454,7 +445,6 @@ def _common_line(table: RunTable, width: int | None) -> list[str]:
 def _wrapped(text: str, width: int | None) -> list[str]:
     if width is None:
         return [text]
-
     return textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -499,7 +489,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     Raises:
         ValueError: no folder, no run in it, or a value that no run has.
     """
-    records = records_below(folder)
+    records = records_below(folder, highest=highest)
     if not records:
         raise ValueError(f"There is no run below {folder}: no folder with a run.json or a trial.json. Check its path.")
     sweep = read_json(folder / SWEEP)
@@ -534,84 +524,46 @@ def _decided(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> 
     """Return the name of the value that decides, whether the lowest is best, each run's best, and what to say of none.
 
     Args:
-        records: of the runs.
+        records: of the runs, read for `highest`.
         by, highest: as in `best_run`.
     """
     values, others = _values_of(records)
-    decides = (EVALUATIONS, "loss") if by is None else {**others, **values}[column_named(by, sorted(values), others)]
-    found = _best_of_each(records, decides, highest=highest)
+    decides = ("evaluations", "loss") if by is None else {**others, **values}[column_named(by, sorted(values), others)]
+    found = _best_of_each(records, decides)
     if by is None and not found and "score" in values:
         decides = values["score"]
-        found = _best_of_each(records, decides, highest=highest)
-    name = _KINDS[decides[0]].format(decides[1])
+        found = _best_of_each(records, decides)
+    kind, value = decides
+    name = _KINDS[kind][0].format(value)
     what = "evaluated loss or a score" if by is None else name
     names = ", ".join(map(short_name, list(values)[:5])) or "loss"
     missing = f"No run has a finite {what}. Pass --by NAME, such as {names}."
-    return name, not highest and _wants_lower(decides), found, missing
-
-
-def _wants_lower(value: _Value) -> bool:
-    return value[0] == CHECKPOINTS or is_lower_better(value[1])
+    return name, not highest and (kind == "scores" or is_lower_better(value)), found, missing
 
 
 def _values_of(records: Sequence[RunRecord]) -> tuple[dict[str, _Value], dict[str, _Value]]:
     """Return the values that can decide, by their names, and by the columns of `runs` and of the page."""
     values: dict[str, _Value] = {}
     others: dict[str, _Value] = {}
-    kinds = (
-        (EVALUATIONS, ("eval {}", "evaluated {}"), [one.evaluations for one in records]),
-        (ROWS, ("epoch {}",), [one.epoch_means for one in records]),
-        (LOGGED, ("logged.{}",), [one.logged for one in records]),
-        (CHECKPOINTS, (), [{"score": one.score} for one in records if one.score is not None]),
-    )
-    for file, forms, runs in kinds:
-        for name in dict.fromkeys(name for one in runs for name in one):
-            values.setdefault(name, (file, name))
-            for form in ("{}", *forms):
-                others.setdefault(form.format(name), (file, name))
-                others.setdefault(f"best {form.format(name)}", (file, name))
+    for kind, forms in _KINDS.items():
+        for name in dict.fromkeys(name for one in records for name in getattr(one, kind)):
+            values.setdefault(name, (kind, name))
+            for form in forms:
+                others.setdefault(form.format(name), (kind, name))
+                others.setdefault(f"best {form.format(name)}", (kind, name))
     return values, others
 
 
-def _best_of_each(records: Sequence[RunRecord], value: _Value, *, highest: bool) -> list[_Found]:
+def _best_of_each(records: Sequence[RunRecord], value: _Value) -> list[_Found]:
     """Return the best finite value of each run that has one."""
-    best = []
-    file, name = value
-    lower = not highest and _wants_lower(value)
-    for record in records:
-        lines = _lines_of(record.folder, file)
-        known = [(line.get(name), line["iteration"]) for line in lines]
-        found = [(float(one), step, record) for one, step in known if one is not None and math.isfinite(one)]
-        best += [(min if lower else max)(found, key=itemgetter(0))] if found else []
-    return best
-
-
-def _lines_of(folder: Path, file: str) -> list[dict[str, Any]]:
-    """The lines of a file; of rows the means over each epoch, and of checkpoints their scores."""
-    if file == CHECKPOINTS:
-        return [{"iteration": one.iteration, "score": one.score} for one in by_score(_entries_of(folder))]
-    lines = read_lines(folder / file)
-    if file != ROWS:
-        return lines
-    means = []
-    for _, rows in groupby(lines, key=lambda line: line.get("epoch")):
-        one = WeightedMeans()
-        for row in rows:
-            one.add(row.get("samples", 1), {name: math.nan if value is None else value for name, value in row.items()})
-        means.append({**one.means(), "iteration": row["iteration"]})
-    return means
-
-
-def _entries_of(folder: Path) -> list[CheckpointInfo]:
-    """The intact checkpoints of a run, the newest first."""
-    run_id = run_id_of(folder)
-    entries = [] if run_id is None else CheckpointStore(folder, run_id).entries()
-    return [one for one in entries if one.problem is None]
+    kind, name = value
+    summaries = [(getattr(one, kind).get(name), one) for one in records]
+    return [(one.best, one.best_at, record) for one, record in summaries if one is not None and one.best is not None]
 
 
 def _checkpoint_of(folder: Path, at: int | None) -> str:
     """The checkpoint of a step; else the best one by its score, else the newest one, and that none is of the step."""
-    entries = _entries_of(folder)
+    entries = checkpoints_of(folder)
     if not entries:
         return "none"
     best = best_of(entries)

@@ -35,9 +35,14 @@ def make_table(name: str, values: Any, rows: Labels, columns: Labels, iteration:
             "becomes the name of a file."
         )
     numbers = _numbers(name, values)
-    labels = [_labels(name, *one) for one in (("rows", rows, len(numbers)), ("columns", columns, len(numbers[0])))]
-    at = {"iteration": iteration, "at": time.time()}
-    return {"name": name, "rows": labels[0], "columns": labels[1], "values": numbers, **at}
+    return {
+        "name": name,
+        "rows": _labels(name, "rows", rows, len(numbers)),
+        "columns": _labels(name, "columns", columns, len(numbers[0])),
+        "values": numbers,
+        "iteration": iteration,
+        "at": time.time(),
+    }
 
 
 def _numbers(name: str, values: Any) -> list[list[float | int | None]]:

@@ -2,7 +2,7 @@
 
 [Note: Fresh] The display is drawn in the main thread while the ranks wait for each other, and by every line that is
 printed above it. If neither happens for a moment (a long step, an evaluation), a thread draws it, so that it is never
-older than a second. All of them draw the newest view. Locks are taken in one order: `_drawing`, rich's, the terminal's.
+older than a second. All of them draw the newest view. Locks are taken in one order: `_drawing`, rich's, the progress's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
@@ -79,7 +80,7 @@ class ProgressView:
     samples_per_s: float
     elapsed_s: float
     left_s: float | None
-    losses: Sequence[float] = field(default=())
+    losses: Sequence[float] = ()
     slow_rank: int | None = None
     logged: Collection[str] = ()
 
@@ -132,6 +133,113 @@ class Display(Protocol):
         """End the display; the last view stays visible."""
 
 
+class Progress:
+    """The rows of a run so far: as a view, and an epoch's as a line. Two threads may use it.
+
+    Args:
+        extent: the run's length.
+        began: when the run began, on the monotonic clock, less the time of earlier processes.
+        epoch: the rows of the epoch in which a run resumes.
+
+    Attributes:
+        opened: when it was made, on the monotonic clock.
+        last: the last row, its place and its values; None before the first.
+        late: the rows since the last view.
+        slow_rank: the rank that the others wait for.
+    """
+
+    def __init__(self, extent: TrainingLength, began: float, epoch: EpochMeans | None) -> None:
+        self._extent = extent
+        self._began = began
+        self._epoch = epoch or EpochMeans()
+        self.opened = time.monotonic()
+        self.last: tuple[RowMeta, Mapping[str, float]] | None = None
+        self.late = WeightedMeans()
+        self.slow_rank: int | None = None
+        self._rate = Throughput(self.opened - began)
+        self._curve = LossCurve()
+        # By epoch, of those whose line is still to come: the newest value, and how often it was logged.
+        self._logged: dict[int, dict[str, tuple[float, int]]] = {}
+        self._view: ProgressView | None = None
+        self._lock = threading.RLock()
+
+    def take(self, moment: RowMeta, values: Mapping[str, float]) -> str | None:
+        """Take a row, but for one that was taken before; returns the epoch's line with its last row."""
+        with self._lock:
+            if self.last is not None and moment.iteration <= self.last[0].iteration:
+                return None
+            self._epoch.turn_to(moment.epoch)
+            self.last = (moment, values)
+            self.late.add(moment.samples, values)
+            if not moment.is_last_of_epoch:
+                return None
+            self._view = self._make_view(moment, values)
+            line = self._epoch_line(moment.epoch, values)
+            self._epoch.turn_to(0)
+            return line
+
+    def take_logged(self, values: Mapping[str, float], epoch: int) -> str | None:
+        """Take values that the script logged: for the epoch's line; returns a line of their own after it."""
+        with self._lock:
+            last = None if self.last is None else self.last[0]
+            is_over = last is not None and (last.epoch > epoch or (last.epoch == epoch and last.is_last_of_epoch))
+            if not is_over:
+                known = self._logged.setdefault(epoch, {})
+                known |= {name: (value, known.get(name, (0.0, 0))[1] + 1) for name, value in values.items()}
+                return None
+            if self._view is not None and self._view.epoch == epoch:
+                names = {*self._view.logged, *values}
+                self._view = replace(self._view, values={**self._view.values, **values}, logged=names)
+        return ", ".join([f"Epoch: {epoch}", *(f"{name}: {as_number(one)}" for name, one in values.items())])
+
+    def newest(self) -> ProgressView | None:
+        """Return the view of all rows, as of now; None before the first row."""
+        with self._lock:
+            if self.late.rows and self.last is not None:
+                self._view = self._make_view(*self.last)
+            if self._view is None:
+                return None
+            return replace(self._view, elapsed_s=max(time.monotonic() - self._began, self._view.elapsed_s))
+
+    def _make_view(self, moment: RowMeta, values: Mapping[str, float]) -> ProgressView:
+        """Return the view of this row and of all rows since the last view."""
+        late = self.late
+        self.late = WeightedMeans()
+        self._epoch.means.add_all(late)
+        means = late.means()
+        if "loss" in means:
+            self._curve.add(means["loss"], late.rows)
+        beside = {name: value for name, value in values.items() if _is_beside(name)}
+        logged = {name: value for name, (value, _) in self._logged.get(moment.epoch, {}).items()}
+        return ProgressView(
+            self._extent,
+            moment.epoch,
+            moment.iteration,
+            means | logged | beside,
+            self._rate.take(moment.elapsed_s, late.samples),
+            moment.elapsed_s,
+            self._extent.left_s(moment.iteration, time.monotonic() - self.opened),
+            self._curve.points,
+            self.slow_rank,
+            frozenset(logged),
+        )
+
+    def _epoch_line(self, epoch: int, values: Mapping[str, float]) -> str:
+        means = self._epoch.means
+        parts = [
+            f"Epoch: {epoch}",
+            *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means().items()),
+        ]
+        for name, (value, times) in self._logged.pop(epoch, {}).items():
+            parts.append(f"{name}: {as_number(value)}{' (last)' if times > 1 else ''}")  # the others are means
+        if means.skipped:
+            parts.append(f"{means.skipped} steps skipped, not finite")
+        for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):
+            if (samples := values.get(name, 0)) > 0:
+                parts.append(f"{said}{samples:.0f} sample{'' if samples == 1 else 's'} not used")
+        return ", ".join(parts)
+
+
 class Terminal:
     """Shows the progress of a run, on rank 0.
 
@@ -152,42 +260,26 @@ class Terminal:
         epoch: EpochMeans | None = None,
     ) -> None:
         self._say = say
-        self._extent = extent
-        self._began = began
         self._display = display
-        self._opened = time.monotonic()
-        self._next = self._opened + (LOOK_S if display is not None else LINE_S)
-        self._epoch = epoch or EpochMeans()
-        self._late = WeightedMeans()  # `_late` has the rows since the last view
-        self._last: RowMeta | None = None
-        self._values: Mapping[str, float] = {}
-        self._rate = Throughput(self._opened - began)
-        self._curve = LossCurve()
-        self._slow: int | None = None
-        # By epoch, of those whose line is still to come: the newest value, and how often it was logged.
-        self._logged: dict[int, dict[str, tuple[float, int]]] = {}
-        self._view: ProgressView | None = None
-        self._drawn = self._opened
-        self._lock = threading.RLock()
+        self._progress = Progress(extent, began, epoch)
+        self._next = self._progress.opened + (LOOK_S if display is not None else LINE_S)
+        self._drawn = self._progress.opened
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, moment: RowMeta, values: Mapping[str, float]) -> None:
         """Take a row; one that was taken before is left out."""
-        line = None
-        with self._lock:
-            if self._last is not None and moment.iteration <= self._last.iteration:
-                return
-            self._epoch.turn_to(moment.epoch)
-            self._last = moment
-            self._values = values
-            self._late.add(moment.samples, values)
-            if moment.is_last_of_epoch:
-                self._view = self._make_view(moment)
-                line = self._epoch_line(moment.epoch)
-                self._epoch.turn_to(0)
-        if line is not None:
+        if (line := self._progress.take(moment, values)) is not None:
             self._say(line)
+
+    def take_logged(self, values: Mapping[str, float], epoch: int) -> None:
+        """Take values that the script logged: for the epoch's line, or a line of their own after it."""
+        if (line := self._progress.take_logged(values, epoch)) is not None:
+            self._say(line)
+
+    def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
+        """Take the ranks' timings."""
+        self._progress.slow_rank = slowest(ranks)
 
     def watch(self, hand_on: Callable[[], None]) -> None:
         """Let a thread keep the display fresh; see [Note: Fresh].
@@ -209,33 +301,16 @@ class Terminal:
                     hand_on()
                     self._show()
 
-    def take_logged(self, values: Mapping[str, float], epoch: int) -> None:
-        """Take values that the script logged: for the epoch's line, or a line of their own after it."""
-        with self._lock:
-            last = self._last
-            is_over = last is not None and (last.epoch > epoch or (last.epoch == epoch and last.is_last_of_epoch))
-            if not is_over:
-                known = self._logged.setdefault(epoch, {})
-                known |= {name: (value, known.get(name, (0.0, 0))[1] + 1) for name, value in values.items()}
-            elif self._view is not None and self._view.epoch == epoch:
-                names = {*self._view.logged, *values}
-                self._view = replace(self._view, values={**self._view.values, **values}, logged=names)
-        if is_over:
-            self._say(", ".join([f"Epoch: {epoch}", *(f"{name}: {as_number(one)}" for name, one in values.items())]))
-
-    def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
-        """Take the ranks' timings."""
-        self._slow = slowest(ranks)
-
     def refresh(self) -> None:
         """Show the progress if it is time."""
         now = time.monotonic()
-        if now < self._next or self._last is None:
+        progress = self._progress
+        if now < self._next or progress.last is None:
             return
         if self._display is None:
-            if self._late.rows:
-                self._say(self._make_view(self._last).line())
-            self._next = now + max(LINE_S, (now - self._opened) / _SPARSER)
+            if progress.late.rows and (view := progress.newest()) is not None:
+                self._say(view.line())
+            self._next = now + max(LINE_S, (now - progress.opened) / _SPARSER)
         else:
             self._show()
             self._next = self._drawn + min(_STALE_S, max(LOOK_S, _SHARE * (self._drawn - now)))
@@ -245,21 +320,13 @@ class Terminal:
         if self._display is None:
             return
         try:
-            if self._last is not None:
-                self._display.draw(self._newest)
+            if self._progress.last is not None:
+                self._display.draw(self._progress.newest)
                 self._drawn = time.monotonic()
             if last:
                 self._display.close()
         except OSError:
             self._display = None
-
-    def _newest(self) -> ProgressView | None:
-        with self._lock:
-            if self._late.rows and self._last is not None:
-                self._view = self._make_view(self._last)
-            if self._view is None:
-                return None
-            return replace(self._view, elapsed_s=max(time.monotonic() - self._began, self._view.elapsed_s))
 
     def close(self, last_words: str | None = None) -> None:
         """Show the last view and a last message."""
@@ -270,53 +337,14 @@ class Terminal:
         if last_words is not None:
             self._say(last_words)
 
-    def _make_view(self, moment: RowMeta) -> ProgressView:
-        """Return the view of this row and of all rows since the last view."""
-        late = self._late
-        self._late = WeightedMeans()
-        self._epoch.means.add_all(late)
-        means = late.means()
-        if "loss" in means:
-            self._curve.add(means["loss"], late.rows)
-        beside = {name: value for name, value in self._values.items() if _is_beside(name)}
-        logged = {name: value for name, (value, _) in self._logged.get(moment.epoch, {}).items()}
-        return ProgressView(
-            self._extent,
-            moment.epoch,
-            moment.iteration,
-            means | logged | beside,
-            self._rate.take(moment.elapsed_s, late.samples),
-            moment.elapsed_s,
-            self._extent.left_s(moment.iteration, time.monotonic() - self._opened),
-            self._curve.points,
-            self._slow,
-            frozenset(logged),
-        )
-
-    def _epoch_line(self, epoch: int) -> str:
-        means = self._epoch.means
-        parts = [
-            f"Epoch: {epoch}",
-            *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means().items()),
-        ]
-        for name, (value, times) in self._logged.pop(epoch, {}).items():
-            parts.append(f"{name}: {as_number(value)}{' (last)' if times > 1 else ''}")  # the others are means
-        if means.skipped:
-            parts.append(f"{means.skipped} steps skipped, not finite")
-        for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):
-            if (samples := self._values.get(name, 0)) > 0:
-                parts.append(f"{said}{samples:.0f} sample{'' if samples == 1 else 's'} not used")
-        return ", ".join(parts)
-
 
 _drawing = threading.RLock()  # held by a thread that draws, and by the main thread while it forks
 
 
+@cache  # once in a process
 def _finish_drawing_before_forks() -> None:
     """Keep rich's locks free in a forked process (a DataLoader's worker), which may print too."""
-    if not getattr(_finish_drawing_before_forks, "done", False):
-        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
-        _finish_drawing_before_forks.done = True  # type: ignore[attr-defined]
+    os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
 if TYPE_CHECKING:

@@ -29,9 +29,7 @@ def slowest(ranks: Sequence[RankTiming]) -> int | None:
     """Return the rank that all others wait for by more than a tenth of a step; None without one."""
     if len(ranks) < 2:
         return None
-    waits = sorted(ranks, key=lambda one: one["wait_s"])
-    least = waits[0]
-    next_one = waits[1]
+    least, next_one, *_ = sorted(ranks, key=lambda one: one["wait_s"])
     late = next_one["wait_s"] - least["wait_s"] > 0.1 * least["step_s"]
     return int(least["rank"]) if late else None
 
@@ -70,28 +68,23 @@ class RankTimings:
             self._next_look = now + _FIRST_S + TELL_S
         if now < self._next_word:
             return False
-        self._publish(now, iteration, waited_s)
+        self._next_word = now + TELL_S
+        since, first, before = self._since
+        if iteration > first:
+            self._since = now, iteration, waited_s
+            self._own = {
+                "rank": self._rank,
+                "step_s": round((now - since) / (iteration - first), 6),
+                "wait_s": round((waited_s - before) / (iteration - first), 6),
+                "memory_mib": memory_mib(self._device),
+            }
+            if self._rank:
+                with suppress(RuntimeError):  # the launcher, and its store, have ended
+                    self._store.put(f"{self._key}/{self._rank}", json.dumps(self._own))
         looks = now >= self._next_look
         if looks:
             self._next_look = now + GATHER_S
         return looks
-
-    def _publish(self, now: float, iteration: int, waited_s: float) -> None:
-        self._next_word = now + TELL_S
-        if self._since is None or iteration <= self._since[1]:
-            return
-        since, first, before = self._since
-        steps = iteration - first
-        self._since = now, iteration, waited_s
-        self._own = {
-            "rank": self._rank,
-            "step_s": round((now - since) / steps, 6),
-            "wait_s": round((waited_s - before) / steps, 6),
-            "memory_mib": memory_mib(self._device),
-        }
-        if self._rank:
-            with suppress(RuntimeError):  # the launcher, and its store, have ended
-                self._store.put(f"{self._key}/{self._rank}", json.dumps(self._own))
 
     def gather(self) -> list[RankTiming]:
         """Return the newest timing of each rank that has published one, in rank order; on rank 0."""

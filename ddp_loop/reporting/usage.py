@@ -80,58 +80,52 @@ class UsageLog:
         began: float,
         warn: Callable[[str], None],
     ) -> None:
-        self._iteration = iteration
-        self._began = began
-        self._device = device
-        self._file: JsonlWriter | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ddp_loop usage", daemon=True)
+        self._thread: threading.Thread | None = None
         if not (folder / RUN).is_file():
             return
         try:
             (folder / USAGE).mkdir(exist_ok=True)
-            self._file = JsonlWriter(folder / USAGE / f"rank-{rank}.jsonl", iteration(), warn, "drop")
+            file = JsonlWriter(folder / USAGE / f"rank-{rank}.jsonl", iteration(), warn, "drop")
         except OSError as error:
             warn(f"{error} The usage of rank {rank} is not recorded; training continues.")
             return
-        self._lines = 0
-        self._last_s = time.monotonic()
-        self._last_processor_s = processor_s()
+        watched = (file, device, iteration, began)
+        self._thread = threading.Thread(target=self._watch, args=watched, name="ddp_loop usage", daemon=True)
         self._thread.start()
 
-    def _watch(self) -> None:
-        while not self._ended.wait(EVERY_S):
-            self._write()
-
-    def _write(self) -> None:
-        if self._file is None:
-            return
-        now = time.monotonic()
-        used = processor_s()
-        spent = max(used - self._last_processor_s, 0.0)
-        gone = max(now - self._last_s, 1e-3)
-        self._last_s = now
-        self._last_processor_s = used
-        line = {
-            "time": round(time.time(), 3),
-            "elapsed_s": round(now - self._began, 3),
-            "iteration": self._iteration(),
-            "processor_percent": round(100 * spent / gone, 1),
-            "memory_mib": memory_mib(torch.device("cpu")),
-            "gpu_percent": gpu_percent(self._device),
-            "gpu_memory_mib": None if accelerator_of(self._device).is_host else memory_mib(self._device),
-        }
-        self._lines += 1
-        self._file.add(json.dumps(line) + "\n")
-        self._file.flush()
+    def _watch(self, file: JsonlWriter, device: torch.device, iteration: Callable[[], int], began: float) -> None:
+        """Write a line now and then, and one at the end."""
+        last_s = time.monotonic()
+        last_processor_s = processor_s()
+        lines = 0
+        has_ended = False
+        while not has_ended:
+            has_ended = self._ended.wait(EVERY_S)
+            now = time.monotonic()
+            if has_ended and lines and now - last_s < _LEAST_S:
+                break
+            used = processor_s()
+            spent = max(used - last_processor_s, 0.0)
+            gone = max(now - last_s, 1e-3)
+            last_s = now
+            last_processor_s = used
+            line = {
+                "time": round(time.time(), 3),
+                "elapsed_s": round(now - began, 3),
+                "iteration": iteration(),
+                "processor_percent": round(100 * spent / gone, 1),
+                "memory_mib": memory_mib(torch.device("cpu")),
+                "gpu_percent": gpu_percent(device),
+                "gpu_memory_mib": None if accelerator_of(device).is_host else memory_mib(device),
+            }
+            lines += 1
+            file.add(json.dumps(line) + "\n")
+            file.flush()
+        file.close()
 
     def close(self) -> None:
         """End the thread, after a last line."""
-        if self._file is None or self._ended.is_set():
-            return
         self._ended.set()
-        self._thread.join()
-        if not self._lines or time.monotonic() - self._last_s >= _LEAST_S:
-            self._write()
-        self._file.close()
-        self._file = None
+        if self._thread is not None:
+            self._thread.join()

@@ -374,10 +374,7 @@ class ObjectiveReader:
     def poll(self) -> list[tuple[int, float]]:
         """Return new values as (update, value): each evaluation, or the mean of each `every` rows; NaN stays NaN."""
         found: list[tuple[int, float]] = []
-        more = True
-        while more:
-            update = self._tail.poll()
-            more = update.more
+        for update in self._tail.updates():
             if update.anew:
                 self._forget()
             for row in update.rows:

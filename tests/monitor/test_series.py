@@ -14,7 +14,7 @@ import pytest
 
 from ddp_loop.monitor.series import MOST_COLUMNS, MetricSeries, end_of, extremes, places_of, thin_out
 from ddp_loop.reporting import JsonlTail
-from ddp_loop.reporting.jsonl_tail import CHUNK
+from ddp_loop.reporting.jsonl import CHUNK
 from ddp_loop.smoothing import smooth
 from tests.support.harness import count_calls
 from tests.support.serving import row, write_lines

@@ -148,7 +148,6 @@ def test_no_class_has_more_than_15_attributes() -> None:
         *(
             "distributed/world:World",
             "profiling/recording:StepProfile",
-            "reporting/terminal:Terminal",
             "tracing/tracer:Tracer",
         ),
     }

@@ -22,8 +22,7 @@ from ddp_loop.checkpoint.atomic_files import SAVING
 from ddp_loop.cli import main
 from ddp_loop.determinism import digest
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.reporting.jsonl import JsonlWriter
-from ddp_loop.reporting.jsonl_tail import CHUNK
+from ddp_loop.reporting.jsonl import CHUNK, JsonlWriter
 from ddp_loop.reporting.rows import EpochMeans
 from tests.faults.damage_run import damage_runs
 from tests.support.harness import OnRanks

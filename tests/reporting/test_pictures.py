@@ -48,6 +48,22 @@ def train(run: str, progress: bool, steps: int | None = None) -> None:
         dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), distance=lambda out, rows: out.squeeze(1))
 
 
+def leave(run: str) -> None:
+    with dl.join_world(seed=0) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(dl.Batches(torch.randn(40, 2), 4, world), 3, state=state, run_dir=run, progress=True)
+        steps = (step for epoch in loop.epochs() for step in epoch)
+        for step in steps:  # which goes on until the world is left
+            for inputs in step:
+                step.backward(model(inputs).square().mean())
+            step.fold()
+            optimizer.step()
+            if step.iteration == 3:
+                break
+
+
 def ink(path: Path) -> Any:
     """Where a PNG is neither white nor grey."""
     with Image.open(path) as image:
@@ -70,6 +86,12 @@ def test_a_run_is_drawn_when_it_ends_and_its_rows_are_a_table(on_ranks: OnRanks,
         assert (run / "pictures" / name).read_text().lstrip().startswith("<?xml")
     assert ink(run / "pictures" / "loss.png").sum() > 1000
     assert "distance" in (run / "pictures" / "metrics.svg").read_text()  # of an evaluation after the loop
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_until_the_world_is_left_is_drawn_too(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, leave, str(tmp_path))
+    assert (tmp_path / "pictures" / "loss.png").exists()
 
 
 @pytest.mark.slow
@@ -98,14 +120,15 @@ def test_what_has_no_rows_is_refused_and_nothing_is_drawn(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations() -> None:
+def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"epoch": 1, "iteration": 1, "samples": 4, "weight": 2.0, "loss": None, "a": 0.5, "gradient_norm": 2.0,
          "learning_rate": 0.1, "learning_rate_1": 0.5, "skipped": 1.0, "elapsed_s": 1.0},
         {"epoch": 1, "iteration": 2, "samples": 4, "weight": 2.0, "loss": 0.5, "a": 0.75, "learning_rate": 0.2,
          "learning_rate_1": 0.5},
     ]  # fmt: skip
-    panels = exports._panels(rows, [{"epoch": 1, "iteration": 2, "b": 0.25, "a": 0.5, "samples": 9}])
+    write_lines(tmp_path / "evaluations.jsonl", [{"epoch": 1, "iteration": 2, "b": 0.25, "a": 0.5, "samples": 9}])
+    panels = exports._panels(tmp_path, rows)
     assert list(panels) == ["loss", "a", "b", "gradient_norm", "learning_rate"]
     assert np.isnan(panels["loss"].values[0])
     assert panels["a"] == Panel([1.0, 2.0], [0.5, 0.75], [2.0], [0.5])
