@@ -18,10 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import (
-    best_of,
-    read_json,
-)
+from ddp_loop.checkpoint import best_of, read_json
 from ddp_loop.reporting.run_records import RunRecord, checkpoints_of, find_runs, is_lower_better, read_run
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
