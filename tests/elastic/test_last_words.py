@@ -84,9 +84,7 @@ def test_a_stopped_rank_is_named_at_once_with_what_the_others_know(tmp_path: Pat
     code, lines = ended(tmp_path, "-m", "ddp_loop", *RUN, "stop")
     assert code == 1
     assert lines[0] == ("ddp_loop: rank 1 was stopped, as by SIGSTOP, so it did not answer, and the launcher killed it")
-    assert re.match(
-        r"ddp_loop: rank 0 was ended in \w+ of step 3: .* Rank 1 does not answer \(killed, stopped", lines[1]
-    )
+    assert re.match(r"ddp_loop: rank 0 was ended in \w+ of step 3: Rank 1 does not answer \(killed, stopped", lines[1])
     assert len(lines) == 2
 
 
