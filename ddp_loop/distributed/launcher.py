@@ -562,7 +562,7 @@ class Worker:
         return Failure(blame, headline, text or "(No stack. The process is stuck in the kernel.)\n")
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.alive:  # reaps it if it died, so the id cannot be that of another process
+        if self.alive:  # also collects a dead process, whose id another one may get
             os.kill(self.process_id, number)
 
     def ask_to_end(self) -> None:
@@ -627,7 +627,7 @@ def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: i
 
 
 def _print_whole_lines() -> None:
-    # Under PYTHONUNBUFFERED print writes its arguments one by one, and those of several ranks would mix.
+    # Under PYTHONUNBUFFERED, print writes each argument by itself, and the lines of several ranks would mix.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

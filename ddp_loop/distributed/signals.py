@@ -118,7 +118,7 @@ def do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _undo() -> None:
-    """Give a forked process the former handlers: the descriptor is that of the parent, and no loop runs there."""
+    """Give a forked process the former handlers: the descriptor belongs to its parent, and it runs no loop."""
     if _taken:
         signal.set_wakeup_fd(-1)
         _taken[0].restore_handlers()

@@ -164,7 +164,7 @@ class MonitorApp:
         runs: the list of the page.
         open_pages: the number of open event streams.
         is_closing: ends the streams.
-        panels: returns those of the run in a folder.
+        panels: returns the panels of the run in a folder.
         continuations: the runs that the page continues.
     """
 

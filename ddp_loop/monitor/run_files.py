@@ -387,7 +387,7 @@ class UsageView:
             path = self._folder / f"rank-{rank}.jsonl"
             tail, series = self._ranks.get(rank) or (JsonlTail(path, follow=False), UsageSeries())
             for update in tail.updates(deadline):
-                if update.anew:
+                if update.restarted:
                     series = UsageSeries()
                 for line in update.rows:
                     series.add(line)

@@ -88,7 +88,7 @@ class RunView:
                 if series is None:
                     self._take_ranks(update)
                 else:
-                    if update.anew:
+                    if update.restarted:
                         series.clear()
                         self._generation += 1
                     series.extend(update.rows)
@@ -96,7 +96,7 @@ class RunView:
             self._is_behind |= update.more
 
     def _take_ranks(self, update: TailUpdate) -> None:
-        if update.anew:
+        if update.restarted:
             self._ranks = []
         ranks = update.rows[-1].get("ranks") if update.rows else None
         if isinstance(ranks, list):

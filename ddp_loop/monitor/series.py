@@ -205,12 +205,12 @@ def extremes(values: Values, starts: npt.NDArray[np.int64]) -> Values:
 def places_on(axis: str, series: MetricSeries, rows: MetricSeries, steps_per_epoch: int | None) -> Values:
     """Return where the lines of a series lie on an axis, shape (lines,), never falling.
 
-    The end of epoch e lies at e, and its steps at equal distances before that. Times are those of the lines.
+    Epoch e ends at e, and its steps lie at equal distances before. A line lies at the time when it was written.
 
     Args:
         axis: "step", "epoch" or "time".
         series: rows, evaluations or logged values of a run.
-        rows: of the same run, whose epochs are exact; without rows those of the series count.
+        rows: of the same run. They give the epochs' ends exactly; a run without rows takes them from the series.
         steps_per_epoch: of the run; None if unknown.
     """
     if axis == "epoch":

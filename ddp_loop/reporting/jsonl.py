@@ -58,12 +58,12 @@ class TailUpdate:
     """The result of a poll.
 
     Attributes:
-        anew: whether earlier rows are void, and `rows` start at the beginning of the file.
+        restarted: whether the file began again, so that earlier rows do not count and `rows` are its first.
         rows: the new whole lines that are JSON objects, in order.
         more: whether there is more to read now.
     """
 
-    anew: bool
+    restarted: bool
     rows: list[dict[str, Any]]
     more: bool
 
@@ -111,18 +111,18 @@ class JsonlTail:
             finally:
                 os.close(file)
         except OSError:  # the file is missing, or a folder, or the disk fails
-            anew = self._at > 0
+            restarted = self._at > 0
             self._forget()
-            return TailUpdate(anew, [], False)
+            return TailUpdate(restarted, [], False)
 
     def _poll(self, file: int) -> TailUpdate:
         form = os.fstat(file)
         identity = (form.st_dev, form.st_ino)
-        anew = False
+        restarted = False
         before = os.pread(file, len(self._before), self._at - len(self._before))
         if self._file not in (None, identity) or before != self._before:
             self._forget()
-            anew = True
+            restarted = True
         self._file = identity
         data = os.pread(file, CHUNK, self._at)
         whole = data.rfind(b"\n") + 1
@@ -136,7 +136,7 @@ class JsonlTail:
         size = os.fstat(file).st_size
         more = size > self._at and len(data) == CHUNK
         self.half = max(0, size - self._at) if not more else 0
-        return TailUpdate(anew, rows, more)
+        return TailUpdate(restarted, rows, more)
 
     def _parse(self, data: bytes) -> list[dict[str, Any]]:
         if not data:
@@ -171,7 +171,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the whole lines of a file that have an iteration and otherwise numbers; none if it is missing."""
     rows: list[dict[str, Any]] = []
     for update in JsonlTail(path).updates():
-        rows = [] if update.anew else rows
+        rows = [] if update.restarted else rows
         rows += filter(has_numbers, update.rows)
     return rows
 

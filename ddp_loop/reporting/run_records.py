@@ -337,7 +337,7 @@ class _Values:
         if time.monotonic() > deadline:
             return True
         for update in self._tail.updates(deadline):
-            if update.anew:
+            if update.restarted:
                 self._clear()
             rows = [row for row in update.rows if is_at_an_iteration(row)]
             if rows:

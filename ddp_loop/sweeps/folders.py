@@ -375,7 +375,7 @@ class ObjectiveReader:
         """Return new values as (update, value): each evaluation, or the mean of each `every` rows; NaN stays NaN."""
         found: list[tuple[int, float]] = []
         for update in self._tail.updates():
-            if update.anew:
+            if update.restarted:
                 self._forget()
             for row in update.rows:
                 self.names = list(dict.fromkeys([*self.names, *row])) if len(row) > len(self.names) else self.names

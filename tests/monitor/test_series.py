@@ -27,7 +27,7 @@ def append(path: Path, text: str | bytes) -> None:
 
 def iterations(tail: JsonlTail) -> tuple[bool, list[int]]:
     news = tail.poll()
-    return news.anew, [one["iteration"] for one in news.rows]
+    return news.restarted, [one["iteration"] for one in news.rows]
 
 
 # -- files -------------------------------------------------------------------------------------------------
