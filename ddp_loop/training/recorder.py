@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -580,4 +581,5 @@ class RunRecorder:
         newest = "" if self.checkpointer is None else self.checkpointer.newest
         kept = f"checkpoint {newest}" if newest else "no checkpoint"
         words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
-        return f"{words}\n{words_to_go_on()}" if newest else words
+        knows_command = newest and not sys.is_finalizing()  # Python drops sys.argv at its end
+        return f"{words}\n{words_to_go_on()}" if knows_command else words

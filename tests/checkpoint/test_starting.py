@@ -110,3 +110,29 @@ def test_the_command_ddp_loop_is_named_as_it_was_typed(
     monkeypatch.setenv("DDP_LOOP_START", json.dumps({"argv": words, "directory": os.getcwd()}))
     expected = "ddp_loop run train.py" if is_found else " ".join(words)
     assert words_to_go_on() == f"to go on: {expected}"
+
+
+HOLDS_EPOCHS = """
+import signal
+import torch, ddp_loop as dl
+model = torch.nn.Linear(4, 1)
+batches = dl.Batches(torch.zeros(8, 4), 4, dl.join_world(device="cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+epochs = dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, run_dir="run").epochs()
+for step in next(epochs):
+    for rows in step:
+        step.backward(model(rows).square().mean())
+    step.fold()
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_loop_that_lives_until_python_ends_has_last_words(tmp_path: Path) -> None:
+    """Python drops `sys.argv` before a name of the script at its end."""
+    (tmp_path / "train.py").write_text(HOLDS_EPOCHS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("DDP_LOOP_START", None)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, text=True, capture_output=True)
+    assert "to go on: python train.py" in done.stdout
+    assert "Traceback" not in done.stderr
