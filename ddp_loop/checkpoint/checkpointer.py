@@ -403,6 +403,8 @@ class Checkpointer:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                     is_left = True
                 if time.monotonic() > deadline:
+                    if isinstance(self._world.ended_by, PeerFailed):
+                        raise RuntimeError(f"A rank failed before rank {rank} sent its checksums for {which}.")
                     raise RuntimeError(
                         f"Rank {rank} did not take part in {which}. Call loop.save() on every rank, not in an "
                         "`if world.rank == 0`."

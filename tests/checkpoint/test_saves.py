@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import threading
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -119,6 +122,32 @@ def test_replicas_that_differ_at_a_checkpoint_are_named_with_its_step(
 ) -> None:
     for _, text, _ in on_ranks(2, caught, save_wrongly, str(tmp_path), fault):
         assert said in text
+
+
+def fail_after_a_fold(folder: str) -> None:
+    """Rank 1 fails between a fold and the checkpoint of that step."""
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
+        for step in dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, save_every=1):
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+            if step.iteration == 3 and world.rank == 1:
+                raise ZeroDivisionError
+
+
+def printed_after(failure: Callable[[str], None], folder: str) -> str:
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed), suppress(Exception):
+        failure(folder)
+    return printed.getvalue()
+
+
+def test_a_checkpoint_that_a_failure_prevents_asks_nobody_to_call_save(on_ranks: OnRanks, tmp_path: Path) -> None:
+    printed, _ = on_ranks(2, printed_after, fail_after_a_fold, str(tmp_path))
+    assert "A rank failed before rank 1 sent its checksums for the checkpoint of step 3." in printed
+    assert "loop.save()" not in printed
 
 
 def score_wrongly(folder: str, scores: tuple[float | None, float | None], inside: bool) -> None:

@@ -37,13 +37,12 @@ def train(ranks: int, folder: Path, *arguments: str) -> list[float]:
     return losses(folder)
 
 
-def test_losses_are_those_of_one_process_on_two_and_three_ranks(tmp_path: Path) -> None:
+def test_losses_are_those_of_one_process_on_three_ranks(tmp_path: Path) -> None:
     alone = train(1, tmp_path / "1", "--dropout", "0")
     assert len(alone) == 6
     assert alone[-1] < alone[0] - 0.2  # it learns
-    for ranks in (2, 3):
-        together = train(ranks, tmp_path / str(ranks), "--dropout", "0")
-        assert together == pytest.approx(alone, rel=0, abs=1e-6 * alone[0])
+    together = train(3, tmp_path / "3", "--dropout", "0")
+    assert together == pytest.approx(alone, rel=0, abs=1e-6 * alone[0])
 
 
 def test_fixed_shards_give_the_same_bits_and_weights_come_home(tmp_path: Path) -> None:

@@ -56,12 +56,3 @@ def test_the_example_trains_compiled() -> None:
 
 def test_make_train_takes_the_fastest_kernels() -> None:
     assert f"KERNELS ?= {' '.join(FASTEST)}\n" in (ROOT / "Makefile").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_the_autoencoder_takes_the_same_flags(tmp_path: Path) -> None:
-    few = ["--images", "400", "--batch-size", "100", "--epochs", "2", "--quiet", "--folder", str(tmp_path)]
-    done = run("train.py", *few, *FASTEST, "--compile", folder=EXAMPLES / "autoencoder")
-    assert done.returncode == 0, done.stderr
-    assert "Two runs with determinism: 0 of 12609 learnables differ" in done.stdout

@@ -90,14 +90,10 @@ def test_the_commands_of_the_example_run_as_its_header_says(tmp_path: Path) -> N
         assert again.returncode == 0, again.stderr
         assert [path.read_text() for path in sorted(folder.glob("runs/grid/trials/*/trial.json"))] == attempts
 
-    pairs = run(f"{commands['Two ranks for each']} --images 20 --slots 2 --folder runs/pairs", folder)
-    assert pairs.returncode == 0, pairs.stderr
-    assert statuses(folder / "runs" / "pairs") == ["done"] * 12
-
 
 @pytest.mark.slow
-def test_the_example_with_tpe_and_pruning_has_twelve_trials(tmp_path: Path) -> None:
-    done = run(f"python {FOLDER / 'train.py'} --tpe {shlex.join(SMALL)}", tmp_path)
+def test_the_example_with_tpe_and_pruning_on_two_ranks_has_twelve_trials(tmp_path: Path) -> None:
+    done = run(f"python {FOLDER / 'train.py'} --tpe --ranks 2 {shlex.join(SMALL)}", tmp_path)
     assert done.returncode == 0, done.stderr
     found = statuses(tmp_path / "runs" / "tpe")
     assert len(found) == 12
