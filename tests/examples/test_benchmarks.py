@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 from collections.abc import Callable
 
 import pytest
@@ -172,27 +171,6 @@ def filled(mib: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
 
 
-def map_together() -> float:
-    """How much more memory this rank has with LARGE MiB that it shares with the other ranks."""
-    descriptor = os.memfd_create("shared")
-    try:
-        with joined() as world:
-            os.truncate(descriptor, LARGE * 2**20)
-            name = world.gather(f"/proc/{os.getpid()}/fd/{descriptor}")[0]
-            before = exchange.together()
-            shared = torch.from_file(name, shared=True, size=LARGE * MIB).fill_(1.0)
-            more = exchange.together() - before
-            del shared
-            return more
-    finally:
-        os.close(descriptor)
-
-
-@pytest.mark.slow
-def test_memory_that_ranks_share_counts_by_its_share(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, map_together) == [pytest.approx(LARGE / 2, abs=LARGE / 4)] * 2
-
-
 def test_the_peak_of_memory_is_that_inside_the_block() -> None:
     gc.collect()  # what earlier tests left would be collected after `before` is read
     before = exchange.pss_mib()
@@ -202,25 +180,6 @@ def test_the_peak_of_memory_is_that_inside_the_block() -> None:
         del tensor
     assert exchange.pss_mib() < before + LARGE / 4
     assert peak.mib < before + 5 / 4 * LARGE
-
-
-def freed_by_the_collector() -> float:
-    """How much less memory a rank has once its garbage of 64 MiB has been collected."""
-    with joined():
-        gc.disable()
-        try:
-            ring: list[object] = [filled(64)]
-            ring.append(ring)
-            del ring
-            before = exchange.together()
-            gc.collect()
-            return before - exchange.together()
-        finally:
-            gc.enable()
-
-
-def test_what_the_collector_frees_is_not_counted(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, freed_by_the_collector) == [pytest.approx(0, abs=32)] * 2
 
 
 def measure_tiny_memory(name: str | None) -> tuple[float, float, float]:

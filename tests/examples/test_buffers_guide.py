@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.covers("D6", "J17")]
 
 GUIDE = "docs/buffers.md"
 EXAMPLES = ("Quantized", "Centred", "Scaled", "Contrast")  # the classes of its blocks, in order
+RUNS = ((1, None), (2, None), (3, None), (1, 6), (2, 6), (3, 6))  # ranks and shards
 Names = dict[str, Any]
 
 
@@ -53,25 +54,19 @@ def train_plainly(example: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return [one.detach() for one in model.state_dict().values()], first
 
 
-@pytest.mark.both_exchanges
 @pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (3, None), (3, 6), (1, 6)])
-def test_the_guides_buffers_are_one_devices(example: str, ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+def test_the_guides_buffers_are_one_devices_and_have_the_same_bits_with_fixed_shards(
+    example: str, on_ranks: OnRanks
+) -> None:
     expected, first = train_plainly(example)
-    found = same_on_all(on_ranks(ranks, train, example, shards))
-    # float64, sums of at most 64 terms; the last mini-batch has one sample, and two of three ranks have none.
-    assert all(torch.allclose(one, wanted, 1e-12, 1e-12) for one, wanted in zip(found, expected, strict=True))
-    if ranks == 1 and shards is None:
-        assert is_same(found, expected)
-    assert not any(is_same([one], [before]) for one, before in zip(found[: len(first)], first, strict=True))
-
-
-@pytest.mark.both_exchanges
-@pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_fixed_shards_give_the_guides_buffers_the_same_bits(example: str, ranks: int, on_ranks: OnRanks) -> None:
-    (alone,) = on_ranks(1, train, example, 6)
-    assert is_same(same_on_all(on_ranks(ranks, train, example, 6)), alone)
+    runs = {(ranks, shards): same_on_all(on_ranks(ranks, train, example, shards)) for ranks, shards in RUNS}
+    assert is_same(runs[1, None], expected)
+    for found in runs.values():
+        # float64, sums of at most 64 terms; the last mini-batch has one sample, and two of three ranks have none.
+        assert all(torch.allclose(one, wanted, 1e-12, 1e-12) for one, wanted in zip(found, expected, strict=True))
+        assert not any(is_same([one], [before]) for one, before in zip(found[: len(first)], first, strict=True))
+    assert is_same(runs[2, 6], runs[1, 6])
+    assert is_same(runs[3, 6], runs[1, 6])
 
 
 def without_its_rule(example: str) -> str:

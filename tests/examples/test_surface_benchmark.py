@@ -7,10 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import surface
-from benchmarks.measuring import compare
-from ddp_loop.accelerators import Cpu
 from examples.surface.train import grid
-from tests.support.harness import OnRanks, child_processes
 
 CPU = torch.device("cpu")
 
@@ -56,33 +53,6 @@ def test_plain_steps_train_alike_on_resident_data_and_from_a_loader() -> None:
 
 
 @pytest.mark.slow
-def test_each_way_trains_in_a_process_of_its_own() -> None:
-    for way in surface.ALONE.values():
-        before = child_processes()
-        with surface.process_of(way) as step:
-            step()
-            step()  # raises if the process has not trained
-            assert len(child_processes() - before) == 1
-        assert child_processes() == before
-
-
-def measure_small() -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:  # the ranks of the tests have other tests to run
-        patch.setattr(surface, "SIDE", 8)
-        patch.setattr(Cpu, "keep_memory", lambda cpu: None)
-        patch.setattr(surface, "compare", lambda one, other, **_: compare(one, other, pairs=2, steps=1))
-        return list(surface.measure_together())
-
-
-@pytest.mark.slow
-def test_ranks_of_one_thread_are_measured_against_one_process_of_as_many(on_ranks: OnRanks) -> None:
-    assert (
-        on_ranks(2, measure_small)
-        == [["2 ranks of 1 thread: ours / plain, 1 process of 2 threads", "1 process of 2 threads: plain / plain"]] * 2
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", surface.ALONE.values())
 def test_a_process_that_ends_is_reported(way: str) -> None:
     said = pytest.raises(RuntimeError, match=rf"^The process of {way} ended\.$")
@@ -97,11 +67,6 @@ def test_sizes_are_measured_on_the_cpu_and_the_gpu_is_left_out(capsys: pytest.Ca
     rows = rows_in(capsys.readouterr().out.partition("| points")[2])
     assert [(row[0], *row[2:]) for row in rows] == [("16", surface.LEFT_OUT, ""), ("64", surface.LEFT_OUT, "")]
     assert all(float(row[1]) > 0 for row in rows)
-
-
-def test_the_sizes_go_from_100_to_1_000_000_points() -> None:
-    assert [side**2 for side in (surface.SIDES[0], surface.SIDES[-1])] == [100, 1_000_000]
-    assert 200 in surface.SIDES
 
 
 @pytest.mark.gpu
