@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -195,17 +194,25 @@ def use_a_left_world(world: dl.World, model: nn.Module) -> None:
     model(rows(2))
 
 
-PARTED = {  # what the others call, and rank 1
-    (
-        "0 2 0",
-        "0 2 back1",
-    ): "rank 0 is at the forward of layer `0` (call 3 of its pass), rank 1 at the backward of layer "
-    "`2` (call 2 of its pass). Every rank must call the layers of a synced model alike",
-    ("0", "2"): "`0` (call 1 of its pass), rank 1 at the forward of layer `2`",
-    ("0 0 end", "0 end"): "rank 0 is at the forward of layer `0` (call 2 of its pass), rank 1 at the end of its pass.",
-    ("0 0 back1", "0 0 back0"): "(call 2 of its pass), rank 1 at the backward of layer `0` (call 1",
-}
+def calling(others: str, of_rank_1: str) -> Callable[[dl.World, nn.Module], None]:
+    return lambda world, model: call(world, model, others, of_rank_1)
+
+
 WRONG: dict[str, tuple[Callable[[dl.World, nn.Module], object], str]] = {
+    "a backward": (
+        calling("0 2 0", "0 2 back1"),
+        "rank 0 is at the forward of layer `0` (call 3 of its pass), rank 1 at the backward of layer `2` (call 2 of "
+        "its pass). Every rank must call the layers of a synced model alike",
+    ),
+    "another layer": (calling("0", "2"), "`0` (call 1 of its pass), rank 1 at the forward of layer `2`"),
+    "the end": (
+        calling("0 0 end", "0 end"),
+        "rank 0 is at the forward of layer `0` (call 2 of its pass), rank 1 at the end of its pass.",
+    ),
+    "an order": (
+        calling("0 0 back1", "0 0 back0"),
+        "(call 2 of its pass), rank 1 at the backward of layer `0` (call 1",
+    ),
     "one value": (too_few, "1 value per channel when training, over all ranks together. Got [0, 1, 0]"),
     "channels": (
         lambda world, model: model(torch.ones(2, 4)),
@@ -223,24 +230,20 @@ WRONG: dict[str, tuple[Callable[[dl.World, nn.Module], object], str]] = {
 }
 
 
-def go_wrong(world: dl.World, folder: str, what: str | tuple[str, str], most_rows: int) -> None:
+def go_wrong(world: dl.World, folder: str, what: str, most_rows: int) -> None:
     with mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", most_rows):
         model = synced(world, nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3), nn.GroupNorm(1, 3))
-    if isinstance(what, str):
-        WRONG[what][0](world, model)
-    else:
-        call(world, model, *what)
+    WRONG[what][0](world, model)
 
 
 @pytest.mark.covers("J13")
-@pytest.mark.both_exchanges
 @pytest.mark.one_device(CPU, "an asynchronous device raises at the end of a pass")
 @pytest.mark.parametrize("most_rows", [8, 1])
-@pytest.mark.parametrize(("what", "said"), [*PARTED.items(), *((what, said) for what, (_, said) in WRONG.items())])
+@pytest.mark.parametrize("what", WRONG)
 def test_ranks_that_do_not_call_the_layers_alike_or_rightly_all_raise_the_same(
-    what: str | tuple[str, str], said: str, most_rows: int, refused: Refused
+    what: str, most_rows: int, refused: Refused
 ) -> None:
-    said = re.escape(said)
+    said = re.escape(WRONG[what][1])
     results = refused(3, go_wrong, what, most_rows, kind="RuntimeError|ValueError", said=said, by=ALL)
     assert len({(result.kind, result.text) for result in results}) == 1
 
@@ -289,7 +292,6 @@ def look_late(wrong: int, few: int) -> tuple[str, str, float]:
     ("wrong", "few", "said"),
     [
         (-1, -1, ""),
-        (3, -1, "layer `first` (call 4 of its pass), rank 1 at the forward of layer `second`"),
         (599, -1, "(call 600 of its pass), rank 1 at"),
         (300, 400, "(call 301 of its pass), rank 1 at"),
         (400, 300, "Got [0, 1] at the forward of layer `first` (call 301 of its pass)"),
@@ -302,29 +304,6 @@ def test_the_first_mistake_is_reported_late(wrong: int, few: int, said: str, on_
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
-
-
-def lengths_of_sums() -> list[int]:
-    """Of those in a forward of three layers, then -1, then in a backward; the first one's inputs need no gradient."""
-    with dl.join_world() as world:
-        model = synced(world, *(nn.BatchNorm1d(3) for _ in range(3)))
-        usual = world.start_sum
-        lengths = []
-
-        def noted(tensor: torch.Tensor) -> Any:
-            lengths.append(tensor.numel())
-            return usual(tensor)
-
-        world.start_sum = noted  # type: ignore[method-assign]
-        output = model(rows(2 * world.rank).detach())
-        lengths.append(-1)
-        output.sum().backward()
-        return lengths
-
-
-def test_a_forward_is_one_collective_and_so_is_a_backward_that_has_somewhere_to_go(on_ranks: OnRanks) -> None:
-    length = 2 * (3 + 2 * 3)  # of all, whatever they carry: a row for each rank
-    assert on_ranks(2, lengths_of_sums) == [[length] * 3 + [-1] + [length] * 2] * 2
 
 
 def tell_zeros() -> list[str]:

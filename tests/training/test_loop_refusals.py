@@ -1,4 +1,4 @@
-"""A loop that cannot be made is refused, on every rank alike, whether one rank or all make it so."""
+"""A loop that cannot be made is refused, on every rank alike, though one rank alone makes it so."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught, open_files
-from tests.support.refusals import ALL, MOST_S, Refused, does_it, loop_over, mean_of, network, samples
+from tests.support.refusals import ALL, Refused, does_it, loop_over, mean_of, network, samples
 
 Make = Callable[[dl.World, str], object]
 COUNT = 26  # samples: the last mini-batch has 2
 START = {"iteration": 0, "epoch": 0, "position": 0}
-pytestmark = pytest.mark.covers("D10")
+pytestmark = pytest.mark.covers("D6", "D10")
 
 
 def over(
@@ -49,10 +49,10 @@ def over_loader(world: dl.World, folder: str) -> None:
     dl.Loop(loader, 1, state={"model": network()}, progress=False)
 
 
-def with_memory(make_memory: Callable[[], torch.Tensor], *more: Any, **keywords: Any) -> Make:
+def with_memory(memory: torch.Tensor, *more: Any, **keywords: Any) -> Make:
     def make_model() -> nn.Module:
         model = network()
-        model.register_buffer("memory", make_memory())
+        model.register_buffer("memory", memory)
         return model
 
     return over(make_model, *more, **keywords)
@@ -80,9 +80,9 @@ def with_one_shared_mean() -> nn.Module:
     return model
 
 
-def hooked(register: Callable[..., object]) -> nn.Module:
+def hooked() -> nn.Module:
     model = network()
-    register(model[0].weight, torch.clone)
+    model[0].get_parameter("weight").register_hook(torch.clone)
     return model
 
 
@@ -102,33 +102,31 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "half an epoch": (over(epochs=1.5), rf"{WHOLE}1\.5"),
     "epochs that are a bool": (over(epochs=True), WHOLE),
     "no steps": (over(epochs=None, steps=0), f"steps {WHOLE}0"),
-    "steps in a word": (over(steps="3"), WHOLE),
     "no end": (over(epochs=None), "A Loop needs an end. Pass epochs or steps"),
     "buckets without room": (over(bucket_cap_mib=0.0), SIZE),
     "buckets of nan": (over(bucket_cap_mib=nan), SIZE),
     "a rule that is none": (over(on_nonfinite="ignore"), "on_nonfinite must be one of .* Got 'ignore'"),
     "an unknown buffer": (over(buffer_reduction={"memory": "sum"}), NO_RULE),
     "a sparse buffer": (
-        with_memory(lambda: torch.eye(3).to_sparse()),
+        with_memory(torch.eye(3).to_sparse()),
         r"model\.memory is torch\.sparse_coo\. Keep it as a plain attribute",
     ),
     "an expanded buffer": (
-        with_memory(lambda: torch.zeros(1).expand(3, 2)),
+        with_memory(torch.zeros(1).expand(3, 2)),
         r"model\.memory is expanded\. Register it as tensor\.clone",
     ),
     "a buffer without values": (
-        with_memory(lambda: torch.empty(3, device="meta")),
+        with_memory(torch.empty(3, device="meta")),
         r"model\.memory is on the meta device\. Give it values first",
     ),
     "an empty state": (over_state(lambda world: {}), NOT_TRAINED),
     "nothing to train": (over(nn.Tanh), r"Got \['model'\] without any"),
     "a frozen model": (over(lambda: network().requires_grad_(False)), NOT_TRAINED),
     "a lazy model": (over(lambda: nn.LazyLinear(2)), "needs a shape before the Loop is made. model.weight has none"),
-    "a lazy layer": (over(lambda: nn.Sequential(network(), nn.LazyBatchNorm1d())), r"model\.1\.\w+ has none\. Run the"),
     "lazy statistics": (over(lambda: nn.Sequential(network(), nn.LazyBatchNorm1d(affine=False))), r"model\.1\.\w+ has"),
     "a buffer's two rules": (
         with_memory(
-            lambda: torch.ones(1),
+            torch.ones(1),
             lambda model: [model],
             buffer_reduction={"model.memory": "first", "other 0.memory": "mean"},
         ),
@@ -141,17 +139,13 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "modules in a list": (over(more=lambda model: [[*model]]), NO_NAME),
     "modules in a dict": (over(more=lambda model: [{"a": {"b": model}}]), NO_NAME),
     "an optimizer in a list": (over(more=lambda model: [[torch.optim.SGD(model.parameters())]]), NO_NAME),
-    **{
-        f"sums in {dtype}": (over(reduce_dtype=dtype), REDUCED)
-        for dtype in (torch.bfloat16, torch.int32, "float32", 32)
-    },
+    **{f"sums in {dtype}": (over(reduce_dtype=dtype), REDUCED) for dtype in (torch.bfloat16, "float32")},
     **{
         f"a place, {place}": (over(place=place), "Got .* (Use the data and the batch_size|Pass that dict)")
         for place in (
             {"iteration": 5, "epoch": 1, "position": 2},
             {"iteration": 5, "epoch": 0, "position": 6},
             {"iteration": -1, "epoch": 0, "position": -1},
-            {"epoch": 0, "position": 1},
             {},
         )
     },
@@ -163,12 +157,8 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "Mini-batch 5 of an epoch has 2 samples over 2 shards.*model.1 is BatchNorm1d. Change batch_size",
     ),
     "a hook": (
-        over(lambda: hooked(torch.Tensor.register_hook), shards=2),
+        over(hooked, shards=2),
         r"hook on a parameter.* model\.0\.weight has one of register_hook\..* after step\.fold\(\)",
-    ),
-    "a hook after accumulation": (
-        over(lambda: hooked(torch.Tensor.register_post_accumulate_grad_hook), shards=2),
-        r"hook on a parameter.* model\.0\.weight has one of register_post_accumulate_grad_hook\.",
     ),
     "a data loader": (over_loader, r"Got DataLoader\. Pass dl\.Batches\(loader\.dataset, loader\.batch_size, world\)"),
 }
@@ -189,11 +179,9 @@ def make_wrongly(world: dl.World, folder: str, how: str, culprit: int) -> None:
     make(world, folder)
 
 
-@pytest.mark.covers("D6", "D10")
-@pytest.mark.parametrize(("ranks", "culprit"), [(1, ALL), (2, 1)])
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_loop_that_makes_no_sense_is_refused(how: str, ranks: int, culprit: int, refused: Refused) -> None:
-    refused(ranks, make_wrongly, how, culprit, kind="ValueError|TypeError", said=REFUSED[how][1], by=culprit)
+def test_a_loop_that_makes_no_sense_is_refused(how: str, refused: Refused) -> None:
+    refused(2, make_wrongly, how, 1, kind="ValueError|TypeError", said=REFUSED[how][1], by=1)
 
 
 @pytest.mark.slow  # the first import of these parts of torch takes seconds
@@ -223,9 +211,8 @@ def over_names(*names: str) -> Make:
     return over_state(lambda world: {name: network() for name in names})
 
 
-def evaluate(*names: str, **others: Callable[..., object]) -> Make:
-    functions: dict[str, Any] = {**dict.fromkeys(names, mean_of), **others}
-    return lambda world, folder: dl.evaluate(network(), dl.Batches(samples(24), 6, world), **functions)
+def evaluate(metric: Callable[..., object]) -> Make:
+    return lambda world, folder: dl.evaluate(network(), dl.Batches(samples(24), 6, world), a=metric)  # type: ignore[arg-type]
 
 
 STRUCTURE = "state must have the same structure on every rank"
@@ -233,7 +220,7 @@ SAME = "must be the same on every rank"
 DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
     "a shape": (over(lambda: nn.Linear(4, 1)), over(lambda: nn.Linear(4, 2)), STRUCTURE),
     "a dtype": (over(lambda: nn.Linear(4, 1)), over(lambda: nn.Linear(4, 1).double()), STRUCTURE),
-    "a buffer": (over(), with_memory(lambda: torch.ones(1)), STRUCTURE),
+    "a buffer": (over(), with_memory(torch.ones(1)), STRUCTURE),
     "an order": (by_name("a", "b"), by_name("b", "a"), STRUCTURE),
     "a layout": (
         over(lambda: nn.Conv2d(4, 4, 3)),
@@ -246,14 +233,9 @@ DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
         over_names("b", "a"),
         r"another order: number 1 is [ab]\.0\.weight on rank \d and [ab]\.0\.weight on rank \d\. Sort them",
     ),
-    "metrics": (
-        evaluate("a", "b"),
-        evaluate("b", "a"),
-        r"Rank 0 has \['a', 'b'\], rank 2 has \['b', 'a'\]\. Pass the same, in the same order",
-    ),
     "reductions": (
-        evaluate("a"),
-        evaluate(a=lambda output, rows: dl.Sum(1)),
+        evaluate(mean_of),
+        evaluate(lambda output, rows: dl.Sum(1)),
         r"must be of one kind in every shard. a is a dl\.Sum and a mean",
     ),
     "logged names": (over(), over(logged="b"), "the names in loop.log"),
@@ -262,8 +244,8 @@ DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
     "reduce_dtype": (over(), over(reduce_dtype=torch.float64), "reduce_dtype"),
     "on_nonfinite": (over(), over(on_nonfinite="allow"), SAME),
     "buffer_reduction": (
-        with_memory(lambda: torch.ones(1), buffer_reduction={"model.memory": "mean"}),
-        with_memory(lambda: torch.ones(1), buffer_reduction={"model.memory": "local"}),
+        with_memory(torch.ones(1), buffer_reduction={"model.memory": "mean"}),
+        with_memory(torch.ones(1), buffer_reduction={"model.memory": "local"}),
         f"buffer_reduction.* {SAME}",
     ),
 }
@@ -280,7 +262,7 @@ def test_loops_that_differ_between_ranks_are_refused_on_all(what: str, refused: 
     refused(3, make_differently, what, kind="ValueError", said=DIFFERENCES[what][2], by=ALL)
 
 
-# -- the run folder, iterators, devices ----------------------------------------------------------------------------
+# -- the run folder ----------------------------------------------------------------------------
 
 
 def put_something_in_the_way(world: dl.World, folder: str, what: str) -> None:
@@ -309,17 +291,3 @@ def open_rows(folder: str) -> tuple[str, list[str]]:
 
 def test_rank_0_holds_no_file_open_when_another_rank_refuses_the_loop(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, open_rows, str(tmp_path)) == [("PeerFailed", []), ("ValueError", [])]
-
-
-def want_a_gpu() -> None:
-    with dl.join_world(device="gpu"):
-        pass
-
-
-@pytest.mark.covers("B7")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    for kind, text, took_s in on_ranks(3, caught, want_a_gpu):
-        assert kind == "ValueError"
-        assert 'device="gpu" needs a GPU' in text
-        assert took_s < MOST_S

@@ -6,11 +6,12 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,30 +34,13 @@ SAMPLES = 102
 BATCH = 12  # 9 mini-batches an epoch, the last of 6 samples
 
 
-class Planted:
+@contextmanager
+def planted(world: dl.World, clock: SimpleNamespace) -> Iterator[None]:
     """A clock that only the training advances."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    @contextmanager
-    def of(self, world: dl.World) -> Iterator[None]:
-        kind = type(world.accelerator)
-        mark = patch.object(kind, "mark", lambda accelerator: self.now_s)
-        with mark, patch.object(kind, "seconds", lambda accelerator, first, last: last - first):
-            yield
-
-
-@dataclass
-class Result:
-    """What a run did on a rank."""
-
-    sizes: list[tuple[int, ...]]  # of the shards, by step
-    samples: list[list[int]]  # of this rank, by step
-    shares: tuple[float, ...] | None
-    lines: list[str]  # that were printed about shares
-    bits: str
-    resumed_at: int
+    kind = type(world.accelerator)
+    mark = patch.object(kind, "mark", lambda accelerator: clock.now_s)
+    with mark, patch.object(kind, "seconds", lambda accelerator, first, last: last - first):
+        yield
 
 
 def network(batch_size: int = BATCH) -> nn.Module:
@@ -84,28 +68,21 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def turns(loops: Sequence[dl.Loop], interleaved: bool) -> Iterator[tuple[int, dl.Step]]:
-    """All steps, and the number of the loop of each."""
-    if interleaved:
-        for steps in zip(*loops, strict=True):
-            yield from enumerate(steps)
-        return
-    for number, loop in enumerate(loops):
-        for step in loop:
-            yield number, step
-
-
 def train(
     times_s: tuple[float, ...], *, shares: Any = "measured", kind: str = "tensors", batch_size: int = BATCH,
     steps: int = 22, passes: int = 1, loops: int = 1, interleaved: bool = False, run: str | None = None, **options: Any,
-) -> Result:  # fmt: skip
-    """Train on ranks that need `times_s[rank]` seconds for each sample; each loop, over the same batches, a model."""
-    clock = Planted()
+) -> SimpleNamespace:  # fmt: skip
+    """Train on ranks that need `times_s[rank]` seconds for each sample; each loop, over the same batches, a model.
+
+    Returns what the rank did: `sizes` of the shards by step, its `samples` by step, the `shares`, the `lines` that were
+    printed about them, the `bits`, and where it `resumed_at`.
+    """
+    clock = SimpleNamespace(now_s=0.0)
     words = io.StringIO()
     sha = hashlib.sha256()
-    result = Result([], [], None, [], "", 0)
+    result = SimpleNamespace(sizes=[], samples=[])
     make, more = KINDS[kind]
-    with dl.join_world(seed=3) as world, clock.of(world), redirect_stdout(words):
+    with dl.join_world(seed=3) as world, planted(world, clock), redirect_stdout(words):
         batches = dl.Batches(make(), batch_size, world, shares=shares, **more, **options)
         models = [network(batch_size) for _ in range(loops)]
         optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
@@ -115,7 +92,8 @@ def train(
             for model, optimizer in zip(models, optimizers, strict=True)
         ]
         result.resumed_at = made[0].iteration
-        for number, step in turns(made, interleaved):
+        each = [zip(repeat(number), loop) for number, loop in enumerate(made)]
+        for number, step in chain.from_iterable(zip(*each, strict=True) if interleaved else each):
             result.sizes.append(step._loaded.mini_batch.sizes)
             for _ in range(passes):
                 own: list[int] = []
@@ -135,16 +113,16 @@ def train(
     return result
 
 
-@pytest.mark.slow
 def test_shares_are_in_proportion_to_speed() -> None:
     assert shares_of([0.001, 0.002]) == (0.667, 0.333)
     assert shares_of([3.0, 1.0, 1.5]) == (0.167, 0.5, 0.333)
     assert shares_of([1.0, 1.04]) == (1.0, 1.0)  # noise
-    shares = shares_of([1.0, 2.0, 1.3] * 3000)  # as exact as those of few ranks
+    shares = shares_of([1.0, 2.0, 1.3] * 1000)  # as exact as those of few ranks
     assert shares[0] / shares[1] == pytest.approx(2.0, rel=0.01)
     assert shares[0] / shares[2] == pytest.approx(1.3, rel=0.01)
 
 
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_follow_the_planted_times_from_one_step_on(kind: str, on_ranks: OnRanks) -> None:
     results = on_ranks(2, train, (0.001, 0.002), kind=kind)
@@ -161,7 +139,7 @@ def test_sizes_follow_the_planted_times_from_one_step_on(kind: str, on_ranks: On
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{}, {"passes": 2}, {"loops": 2}, {"loops": 2, "interleaved": True}], ids=str)
+@pytest.mark.parametrize("how", [{"passes": 2}, {"loops": 2}, {"loops": 2, "interleaved": True}], ids=str)
 def test_with_fixed_shards_the_bits_stay_and_the_shards_move(how: dict[str, Any], on_ranks: OnRanks) -> None:
     """Also those of a loop that is not the one in which they were measured."""
     equal = on_ranks(3, train, (1.0, 1.0, 1.0), shares=None, shards=6, drop_last=True, **how)
@@ -172,21 +150,10 @@ def test_with_fixed_shards_the_bits_stay_and_the_shards_move(how: dict[str, Any]
     assert [len(result.samples[-1]) for result in results] == [4, 6, 2]  # of 12; remainders to the first
 
 
-@pytest.mark.quick_on_gpus
-def test_ranks_that_are_equally_fast_keep_equal_shares(on_ranks: OnRanks) -> None:
-    for result in on_ranks(2, train, (0.001, 0.00102)):
-        assert result.shares == (1.0, 1.0)
-        assert set(result.sizes) == {(6, 6), (3, 3)}
-
-
 @pytest.mark.parametrize(
     ("times_s", "how", "said"),
     [
-        (
-            (1.0, 1.0),
-            {"batch_size": 1},
-            "rank 1 had no samples in 10 steps. All ranks keep equal shares.",
-        ),
+        ((1.0, 1.0), {"batch_size": 1}, "rank 1 had no samples in 10 steps. All ranks keep equal shares."),
         # Of the last mini-batch of 6: 5 and 1, under BatchNorm1d.
         (
             (0.001, 0.009),
@@ -194,7 +161,6 @@ def test_ranks_that_are_equally_fast_keep_equal_shares(on_ranks: OnRanks) -> Non
             "The shares 0.9, 0.1, measured up to step 13, are not used. .*one shard has a single sample",
         ),
     ],
-    ids=["no samples", "a single sample"],
 )
 def test_shares_that_cannot_be_are_not_used(
     times_s: tuple[float, ...], how: dict[str, Any], said: str, on_ranks: OnRanks
@@ -208,12 +174,11 @@ def test_shares_that_cannot_be_are_not_used(
 # -- resuming ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [None, 6])
-def test_a_resumed_run_keeps_the_measured_shares(shards: int | None, tmp_path: Path, on_ranks: OnRanks) -> None:
-    whole = on_ranks(2, train, (0.001, 0.002), shards=shards, drop_last=True)
-    on_ranks(2, train, (0.001, 0.002), shards=shards, drop_last=True, run=str(tmp_path), steps=16)
-    otherwise = (0.005, 0.001)
-    results = on_ranks(2, train, otherwise, shards=shards, drop_last=True, run=str(tmp_path))
+def test_a_resumed_run_keeps_the_measured_shares(tmp_path: Path, on_ranks: OnRanks) -> None:
+    keep = partial(on_ranks, 2, train, drop_last=True)
+    whole = keep((0.001, 0.002))
+    keep((0.001, 0.002), run=str(tmp_path), steps=16)
+    results = keep((0.005, 0.001), run=str(tmp_path))
     for result, other in zip(results, whole, strict=True):
         assert result.resumed_at == 16
         assert result.shares == (0.667, 0.333)

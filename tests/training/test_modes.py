@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
@@ -12,8 +11,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, same_on_all
 from tests.support.harness import OnRanks
-from tests.support.refusals import Refused, loop_over, loss_of
-from tests.support.training import train
+from tests.support.refusals import loop_over, loss_of
 
 pytestmark = [pytest.mark.covers("D6"), pytest.mark.on_gpus_too]
 
@@ -45,7 +43,7 @@ def alternate(how: str, shards: int | None, count: int) -> tuple[Tensors, int]:
 
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("how", ["once", "each pass"])
-@pytest.mark.parametrize(("ranks", "shards", "count"), [(1, None, 24), (3, 4, 24), (2, None, 7)])
+@pytest.mark.parametrize(("ranks", "shards", "count"), [(3, 4, 24), (2, None, 7)])
 def test_modes_that_all_ranks_change_alike_cost_one_agreement(
     how: str, ranks: int, shards: int | None, count: int, on_ranks: OnRanks
 ) -> None:
@@ -76,29 +74,3 @@ def test_a_model_that_stays_in_evaluation_mode_is_said_once(
     assert len(said) == lines
     assert nothing == []
     assert all("From step 3 on model is in evaluation mode" in line for line in said)
-
-
-def evaluate_on_rank_1() -> int:
-    model = network(nn.Dropout(0.2)).train(os.environ["RANK"] == "0")
-    return len(train(model, data=torch.ones(1, 4, dtype=torch.float64)))
-
-
-def test_the_modes_of_a_rank_without_a_shard_are_no_matter(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, evaluate_on_rank_1) == [1, 1]
-
-
-def evaluate_synced(world: dl.World, folder: str, layer: bool) -> None:
-    model = dl.sync_batch_norm(network(nn.BatchNorm1d(6)), world)
-    for step in loop_over(world, folder, model):
-        if step.iteration == 3 and world.rank == 1:
-            (model[1] if layer else model).eval()  # type: ignore[index]
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
-
-
-@pytest.mark.one_device("cpu", "the host of a fake GPU waits in the sum of such a layer")
-@pytest.mark.parametrize(("ranks", "layer"), [(2, True), (3, False)])
-def test_a_rank_whose_synced_layers_evaluate_is_refused_at_once(ranks: int, layer: bool, refused: Refused) -> None:
-    said = r"rank 0 is at the forward of layer .* rank 1 at .* Call train\(\) and eval\(\) on all ranks alike"
-    refused(ranks, evaluate_synced, layer, kind="RuntimeError|PeerFailed", said=said)

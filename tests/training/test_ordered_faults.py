@@ -22,19 +22,22 @@ def momentum_of_negative_zeros(samples: int) -> str:
     """Gradients of -0.0, which a sum with zeros would make 0.0."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(model, minus_zero, torch.ones(samples, 2), samples, optimizer=optimizer, shards=4)
+    train(
+        model,
+        lambda model, rows: model.weight.sum() * -0.0,
+        torch.ones(samples, 2),
+        samples,
+        optimizer=optimizer,
+        shards=4,
+    )
     return digest(optimizer.state[model.weight]["momentum_buffer"])
-
-
-def minus_zero(model: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    return model.weight.sum() * -0.0
 
 
 @pytest.mark.quick_on_gpus
 @pytest.mark.covers("H7")
-@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("samples", [1, 3])
 def test_an_empty_shard_leaves_the_sign_of_a_zero_alone(samples: int, on_ranks: OnRanks) -> None:
-    digests = {one for ranks in (1, 3, 5) for one in on_ranks(ranks, momentum_of_negative_zeros, samples)}
+    digests = {one for ranks in (1, 5) for one in on_ranks(ranks, momentum_of_negative_zeros, samples)}
     assert digests == {digest(torch.full((1, 2), -0.0))}
 
 
@@ -59,32 +62,23 @@ def test_no_step_leaves_more_memory_behind_than_the_one_before(on_ranks: OnRanks
 # -- going on ------------------------------------------------------------------------------------------------------
 
 
-def place(iteration: int, epoch: int, position: int) -> dict[str, int]:
-    return {"iteration": iteration, "epoch": epoch, "position": position}
-
-
-def go_on(state: dict[str, int]) -> int:
+@pytest.mark.parametrize(
+    ("place", "left"),
+    [
+        ((5, 1, 1), 7),
+        ((4, 0, 4), 8),  # at the very end of an epoch
+        ((12, 3, 0), 0),  # a finished run
+        ((20, 5, 0), 0),  # and one of a longer loop
+    ],
+)
+def test_a_loop_makes_the_steps_that_are_left(place: tuple[int, int, int], left: int) -> None:
+    made = []
     with dl.join_world() as world:
         loop = loop_over(world, "", model := network(), epochs=3, run_dir=None)
-        loop.load_state_dict(state)
-        steps = 0
+        loop.load_state_dict(dict(zip(("iteration", "epoch", "position"), place, strict=True)))
         for step in loop:
             for rows in step:
                 step.backward(loss_of(model, rows))
             step.fold()
-            steps += 1
-        return steps
-
-
-@pytest.mark.parametrize(
-    ("state", "left"),
-    [
-        (place(0, 0, 0), 12),
-        (place(5, 1, 1), 7),
-        (place(4, 0, 4), 8),  # at the very end of an epoch
-        (place(12, 3, 0), 0),  # a finished run
-        (place(20, 5, 0), 0),  # and one of a longer loop
-    ],
-)
-def test_a_loop_makes_the_steps_that_are_left(state: dict[str, int], left: int, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, go_on, state) == [left, left]
+            made.append(step.iteration)
+    assert made == [*range(13 - left, 13)]

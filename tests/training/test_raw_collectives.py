@@ -10,8 +10,8 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, is_close, same_on_all
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
-from tests.support.training import train
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network
+from tests.support.training import train, train_plainly
 
 pytestmark = [pytest.mark.covers("D6"), pytest.mark.on_gpus_too, pytest.mark.both_exchanges]
 
@@ -47,7 +47,7 @@ def keep_the_largest(world: dl.World, folder: str, shards: int, held: bool) -> N
 
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(("ranks", "shards", "by"), [(2, 4, ALL), (2, 5, ALL), (3, 4, 0)])
+@pytest.mark.parametrize(("ranks", "shards", "by"), [(2, 5, ALL), (3, 4, 0)])
 def test_they_are_refused_where_a_rank_has_several_shards(
     ranks: int, shards: int, by: int, held: bool, refused: Refused
 ) -> None:
@@ -61,30 +61,22 @@ def train_with_the_largest() -> Tensors:
     return [*gradients_of(model), *model.buffers()]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_with_one_shard_on_each_rank_they_are_exact(ranks: int, on_ranks: OnRanks) -> None:
+def test_with_one_shard_on_each_rank_they_are_exact(on_ranks: OnRanks) -> None:
     model = nn.Sequential(Largest(), network())
-    for rows in samples(24).split(6):
-        model.zero_grad()
-        loss_of(model, rows).backward()
-    found = same_on_all(on_ranks(ranks, train_with_the_largest))
-    assert is_close(found, [*gradients_of(model), *model.buffers()])
+    gradients = train_plainly(model)[-1]
+    assert is_close(same_on_all(on_ranks(3, train_with_the_largest)), [*gradients, *model.buffers()])
 
 
 def collect_between_steps() -> Tensors:
     """Its collectives come before and after the shards, where all ranks are at the same place."""
-    with dl.join_world() as world:
-        model = network()
-        for step in loop_over(world, "", model, run_dir=None, shards=2 * world.size):
-            dist.barrier()
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            dist.all_reduce(torch.ones(2))
-        return gradients_of(model)
+    model = network()
+
+    def collect(*_: object) -> None:
+        dist.all_reduce(torch.ones(2))
+
+    train(model, shards=4, before_step=collect, after_fold=collect)
+    return gradients_of(model)
 
 
 def test_between_the_steps_they_are_the_scripts_own_affair(on_ranks: OnRanks) -> None:
-    model = network()
-    loss_of(model, samples(24)[18:]).backward()
-    assert is_close(same_on_all(on_ranks(2, collect_between_steps)), gradients_of(model))
+    assert is_close(same_on_all(on_ranks(2, collect_between_steps)), train_plainly(network())[-1])

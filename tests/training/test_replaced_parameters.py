@@ -83,7 +83,7 @@ def train_plainly(how: str) -> Tensors:
 
 @pytest.mark.parametrize("at", ["before the shards", "after the step"])
 @pytest.mark.parametrize("how", ["head", "another head on each rank", "assign", "parameter"])
-@pytest.mark.parametrize(("ranks", "shards"), [(3, 7), (2, None), (1, 2), (1, None)])
+@pytest.mark.parametrize(("ranks", "shards"), [(3, 7), (2, None)])
 @pytest.mark.quick_on_gpus
 def test_replaced_parameters_are_rank_0s_and_folded_like_the_ones_before(
     how: str, at: str, ranks: int, shards: int | None, on_ranks: OnRanks
@@ -93,8 +93,7 @@ def test_replaced_parameters_are_rank_0s_and_folded_like_the_ones_before(
 
 def test_a_layer_of_batch_norm_that_comes_in_mid_run_is_watched_like_the_others(on_ranks: OnRanks) -> None:
     (one,) = on_ranks(1, train, "norm", "before the shards", 2)
-    for ranks in (2, 3):
-        assert distance(same_on_all(on_ranks(ranks, train, "norm", "before the shards", 2)), one) <= BOUND
+    assert distance(same_on_all(on_ranks(3, train, "norm", "before the shards", 2)), one) <= BOUND
     assert [float(value) for value in one if value.dim() == 0] == [2.0]  # steps, not shards
 
 
@@ -141,7 +140,7 @@ def grow_in_forward(world: dl.World, folder: str | None, how: str, shards: int |
 @pytest.mark.parametrize("how", IN_FORWARD)
 @pytest.mark.parametrize(
     ("ranks", "shards", "count"),
-    [(3, 7, 24), (2, None, 1), (3, None, 24), (2, 4, 24), (2, None, 24), (1, 4, 24), (1, None, 24)],
+    [(3, 7, 24), (2, None, 1), (1, None, 24)],
 )
 @pytest.mark.quick_on_gpus
 def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
