@@ -192,12 +192,13 @@ def plans_of_heads_by_turns() -> list[int]:
     """How often the sums were laid out anew, up to each step; the heads are used by turns, from the second step on."""
     plans: list[int] = []
     with dl.join_world() as world:
-        body, heads = model = body_and_heads()
+        model = body_and_heads()
+        heads: Any = model[1]
         loop = loop_over(world, "", model, count=36, run_dir=None)
         seen: list[object] = []
         for step in loop:
             for rows in step:
-                step.backward(heads[max(0, step.iteration - 2) % 2](torch.tanh(body(rows))).square().mean())
+                step.backward(heads[max(0, step.iteration - 2) % 2](torch.tanh(model[0](rows))).square().mean())
             step.fold()
             if not any(loop.fold.gradients.buckets is one for one in seen):
                 seen.append(loop.fold.gradients.buckets)
