@@ -16,7 +16,6 @@ import ddp_loop as dl
 from tests.support.comparing import gradients_of, is_close
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
-from tests.support.training import train
 
 pytestmark = [pytest.mark.covers("D3"), pytest.mark.on_gpus_too]
 
@@ -129,20 +128,3 @@ def come_again(world: dl.World, folder: str) -> None:
 
 def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(refused: Refused) -> None:
     refused(2, come_again, kind="RuntimeError", said=r"weights\.\d+ got a second one.*use_reentrant=False", by=ALL)
-
-
-def freeze_after_the_first_step() -> list[bool]:
-    """Whether the last layer had no gradient."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-
-    def freeze(step: dl.Step, result: dl.StepResult) -> bool:
-        model[1].requires_grad_(False)
-        return model[1].weight.grad is None
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"optimizer": optimizer, "bucket_cap_mib": 1e-6, "after_fold": freeze}
-    return train(model, lambda model, rows: model(rows).sum(), torch.ones(8, 4), 2, **options)
-
-
-def test_a_parameter_that_is_frozen_after_the_first_step_needs_no_hook() -> None:
-    assert freeze_after_the_first_step() == [False, True, True, True]

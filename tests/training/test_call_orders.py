@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.refusals import loss_of, network, samples
+from tests.support.comparing import gradients_of, is_close
+from tests.support.refusals import loop_over, loss_of, network, samples
 
 SHARDS, BATCH, STEPS = 2, 6, 3
 FIRST = "step.backward must be called once for each shard"
@@ -47,10 +49,9 @@ class Calls(RuleBasedStateMachine):
         self._joined = ExitStack()
         world = self._joined.enter_context(dl.join_world(device="cpu"))
         self._model = network()
-        batches = dl.Batches(samples(BATCH * STEPS), BATCH, world, shards=SHARDS, shuffle=False)
-        loop = dl.Loop(batches, 1, state={"model": self._model}, progress=False, check_replicas_every=0)
-        self._loop = loop
-        self._steps: Iterator[dl.Step] = iter(loop)
+        options: dict[str, Any] = {"run_dir": None, "check_replicas_every": 0}
+        self._loop = loop_over(world, "", self._model, count=BATCH * STEPS, shards=SHARDS, **options)
+        self._steps: Iterator[dl.Step] = iter(self._loop)
         self._is_over = False
         self._old: dl.Step | None = None
         self._take_step()
@@ -216,15 +217,10 @@ class Calls(RuleBasedStateMachine):
         elif self._done != set(range(SHARDS)):
             self._refuse(LEFT_OUT, self._step.fold)
         else:
-            start = (self._step.iteration - 1) * BATCH
             expected = network()
-            mse_loss(
-                expected(samples(BATCH * STEPS)[start : start + BATCH]),
-                samples(BATCH * STEPS)[start : start + BATCH].sum(1, keepdim=True),
-            ).backward()
+            loss_of(expected, samples(BATCH * STEPS).split(BATCH)[self._step.iteration - 1]).backward()
             assert self._step.fold().samples == BATCH
-            for one, other in zip(self._model.parameters(), expected.parameters(), strict=True):
-                assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-14)  # type: ignore[arg-type]
+            assert is_close(gradients_of(self._model), gradients_of(expected))
             self._is_folded = True
             self._end_pass()
 

@@ -1,6 +1,8 @@
-"""Buckets of gradients: their sizes, and the gradients of torch's DDP with any of them."""
+"""Buckets of gradients: their sizes, the gradients of torch's DDP with any of them, and what a fold does not take."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,10 @@ import ddp_loop as dl
 from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
 from tests.support.comparing import Tensors, gradients_of, is_same, same_on_all
 from tests.support.harness import OnRanks
-from tests.support.refusals import loss_of, samples
-from tests.support.training import train
+from tests.support.refusals import ALL, Refused, does_it, loss_of, samples
+from tests.support.training import train, train_in
 
 pytestmark = pytest.mark.on_gpus_too
-
-SMALL_MIB = 1e-4  # each layer has a bucket of its own
 
 
 @given(
@@ -46,7 +46,7 @@ def test_neighbours_of_a_dtype_fill_a_bucket_up_to_its_size(
 
 @pytest.mark.parametrize(
     ("device", "cap_mib", "expected"),
-    [("cpu", None, (8, 8)), ("cuda", None, (1, 25)), ("cuda", 8.0, (8, 8)), ("cpu", 0.5, (0.5, 0.5))],
+    [("cpu", None, (8, 8)), ("cuda", None, (1, 25)), ("cuda", 0.5, (0.5, 0.5))],
 )
 def test_buckets_are_as_large_as_those_of_ddp_on_a_gpu(
     device: str, cap_mib: float | None, expected: tuple[float, float]
@@ -100,8 +100,24 @@ def by_loop(bucket_cap_mib: float) -> Tensors:
 
 
 @pytest.mark.covers("D3")
-@pytest.mark.parametrize("bucket_cap_mib", [8.0, SMALL_MIB])
+@pytest.mark.parametrize("bucket_cap_mib", [8.0, 1e-4])  # at the latter each layer has a bucket of its own
 @pytest.mark.quick_on_gpus
 def test_gradients_equal_torchs_ddp_with_a_summing_hook(bucket_cap_mib: float, on_ranks: OnRanks) -> None:
     # Two values commute, so on 2 ranks a sum does not depend on how it is cut up.
     assert is_same(same_on_all(on_ranks(2, by_loop, bucket_cap_mib)), on_ranks(2, by_ddp)[0])
+
+
+def embed(world: dl.World, folder: str, options: dict[str, Any], culprit: int) -> None:
+    table = nn.Embedding(8, 3, **(options if does_it(world, culprit) else {}))
+    train_in(world, table, lambda model, rows: model(rows).square().mean(), torch.arange(16) % 8, 8, run_dir=folder)
+
+
+@pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
+def test_sparse_gradients_are_refused_with_the_remedy(refused: Refused) -> None:
+    said = "The fold takes dense gradients. .* Make the embedding with sparse=False"
+    refused(2, embed, {"sparse": True}, 1, kind="ValueError", said=said, by=1)
+
+
+def test_a_forward_that_changes_parameters_is_refused(refused: Refused) -> None:
+    said = "model.weight was written .* max_norm"
+    refused(2, embed, {"max_norm": 0.5}, ALL, kind="RuntimeError", said=said, by=None)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.functional import softplus
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, is_close, is_same, same_on_all
+from tests.support.comparing import Tensors, is_close, is_same, same_on_all, state_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
 
@@ -79,10 +79,6 @@ def first_loss(both: nn.ModuleDict, drawn: torch.Tensor, fake: torch.Tensor) -> 
 def second_loss(both: nn.ModuleDict, fake: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = softplus(-both["discriminator"](fake)).mean()
     return loss
-
-
-def state_of(both: nn.Module) -> Tensors:
-    return [one.detach().clone() for one in both.state_dict().values()]
 
 
 def train_whole(kind: str, count: int = 3 * SIZE) -> Tensors:
@@ -194,34 +190,3 @@ def test_running_statistics_move_past_the_version_counter_as_in_torch(
         loss.backward()
         optimizer.step()
     assert is_close(same_on_all(on_ranks(ranks, train_through_evaluation_mode, shards, is_synced)), state_of(model))
-
-
-def error_of(backward: Callable[..., None], loss: torch.Tensor) -> str:
-    """Torch's error for the backward of a loss whose weights were stepped."""
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-        backward(loss)
-    return str(caught.value).split(" is at version")[0].replace("torch.cuda.", "torch.")  # the same type on a GPU
-
-
-def step_weights_that_a_graph_needs() -> str:
-    with dl.join_world() as world:
-        both = networks("none")
-        batches = dl.Batches(samples(SIZE), SIZE, world, shuffle=False)
-        step = next(iter(dl.Loop(batches, 1, state={"both": both}, progress=False)))
-        for drawn in step:
-            kept = second_loss(both, both["generator"](drawn[:, 2:]))
-            step.backward(first_loss(both, drawn, drawn[:, 2:]))
-        step.fold()
-        optimizer_of(both["discriminator"]).step()
-        shards = iter(step)
-        next(shards)
-        return error_of(step.backward, kept)
-
-
-def test_weights_that_were_stepped_are_refused_as_in_torch(on_ranks: OnRanks) -> None:
-    both = networks("none")
-    drawn = samples(SIZE)
-    kept = second_loss(both, both["generator"](drawn[:, 2:]))
-    first_loss(both, drawn, drawn[:, 2:]).backward()
-    optimizer_of(both["discriminator"]).step()
-    assert on_ranks(1, step_weights_that_a_graph_needs) == [error_of(torch.Tensor.backward, kept)]

@@ -65,7 +65,7 @@ def keep(passes: int, width: int, shards: int | None, bucket_cap_mib: float = 8.
 @pytest.mark.parametrize("passes", [2, ALL])
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 1e-5])
 @pytest.mark.parametrize("width", [6, WIDE])
-@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (1, 4), (3, 7)])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 4), (3, 7)])
 def test_what_is_kept_stays_as_it_is_and_changes_nothing(
     ranks: int, shards: int | None, width: int, bucket_cap_mib: float, passes: int, on_ranks: OnRanks
 ) -> None:
@@ -76,7 +76,7 @@ def test_what_is_kept_stays_as_it_is_and_changes_nothing(
 
 
 @pytest.mark.parametrize(("passes", "most"), [(0, 1), (1, 3)])  # the kept ones, and that of the current pass
-@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (2, 6)])
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, 6)])
 def test_no_more_memory_is_used_than_is_kept(
     ranks: int, shards: int | None, passes: int, most: int, on_ranks: OnRanks
 ) -> None:

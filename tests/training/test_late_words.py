@@ -96,7 +96,15 @@ FOUND = {
     "takes a gradient away": "Gradients of a step's shards must stay as they are",
     "raises": "the script's own error",
 }
-PLACES = ("the next step", "a collective", "an evaluation", "a checkpoint", "the end of the script")
+PLACES = [
+    ("writes a parameter", "the next step"),
+    ("takes a gradient away", "a collective"),
+    ("raises", "an evaluation"),
+    ("raises", "a checkpoint"),
+    ("takes a gradient away", "a checkpoint"),
+    ("writes a parameter", "the end of the script"),
+    ("raises", "the end of the script"),
+]
 
 
 def err_after_the_last_backward(model: nn.Module, how: str) -> None:
@@ -131,8 +139,7 @@ def go_wrong(world: dl.World, folder: str | None, how: str, place: str, signs: l
 
 
 @pytest.mark.covers("J13", "D10")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", FOUND)
+@pytest.mark.parametrize(("how", "place"), PLACES)
 def test_an_error_after_the_flag_ends_all_ranks_wherever_they_are(
     how: str, place: str, signs: list[str], tmp_path: Path, refused: Refused
 ) -> None:

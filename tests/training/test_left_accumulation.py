@@ -52,7 +52,7 @@ def warned(move: str, every: int = 1, first: int = 1, passes: int = 1, spoils: b
 
 @pytest.mark.parametrize(
     ("move", "every", "first"),
-    [*((move, 4, 1) for move in MOVES), *((move, n, n) for move in MOVES for n in (4, 2))],
+    [*((move, 4, 1) for move in MOVES), *((move, 2, 2) for move in MOVES)],
 )
 @pytest.mark.quick_on_gpus
 def test_it_is_said_once_from_rank_0(move: str, every: int, first: int, on_ranks: OnRanks) -> None:
@@ -63,7 +63,7 @@ def test_it_is_said_once_from_rank_0(move: str, every: int, first: int, on_ranks
 
 
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("how", [{"spoils": True}, {"passes": 2}, {}], ids=str)
-def test_nothing_is_said_of_a_script_that_steps_each_time(move: str, how: dict[str, Any], on_ranks: OnRanks) -> None:
-    """Also where a scaler skips the first steps, and a learning rate of 0 moves nothing."""
-    assert on_ranks(2, warned, move, **how) == [[], []]
+def test_nothing_is_said_of_a_script_that_steps_each_time(move: str, on_ranks: OnRanks) -> None:
+    """Also where a scaler skips the first steps, a learning rate of 0 moves nothing, or each step has two passes."""
+    assert on_ranks(2, warned, move) == [[], []]
+    assert on_ranks(2, warned, move, passes=2, spoils=True) == [[], []]
