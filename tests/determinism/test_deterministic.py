@@ -199,13 +199,10 @@ def test_other_errors_leave_the_block_as_they_are() -> None:
     ("name", "value"),
     [
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:2"),
-        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
         ("NCCL_ALGO", "NVLS"),
         ("NCCL_ALGO", "Ring,Tree"),
         ("NCCL_ALGO", "^NVLS"),
-        ("NCCL_ALGO", "Tree"),
         ("NCCL_PROTO", "LL128"),
-        ("NCCL_NVLS_ENABLE", "1"),
         ("NCCL_NVLS_ENABLE", "2"),
     ],
 )
@@ -302,15 +299,12 @@ def train_thrice(seed: int | None, device: str = "cpu") -> list[str]:
 
 
 @pytest.mark.covers("H3")
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
-def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_seed(
-    ranks: int, on_ranks: OnRanks
-) -> None:
-    first, *others = on_ranks(ranks, train_thrice, 7)
+def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_seed(on_ranks: OnRanks) -> None:
+    first, other = on_ranks(2, train_thrice, 7)
     assert len(set(first)) == 1
-    assert all(other == first for other in others)
-    free = on_ranks(ranks, train_thrice, None)[0]
+    assert other == first
+    free = on_ranks(2, train_thrice, None)[0]
     assert free[0] != free[1]
     assert first[0] not in free
 
@@ -342,8 +336,8 @@ def infer_repeatedly() -> list[str]:
 
 
 @pytest.mark.covers("H6")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_repeated_inference_gives_equal_bits(ranks: int, on_ranks: OnRanks) -> None:
-    hashes = [name for _ in range(2) for names in on_ranks(ranks, infer_repeatedly) for name in names]
-    assert len(hashes) == 2 * 3 * ranks
-    assert len(set(hashes)) == 1
+def test_repeated_inference_gives_equal_bits(on_ranks: OnRanks) -> None:
+    for ranks in (1, 2):
+        hashes = [name for _ in range(2) for names in on_ranks(ranks, infer_repeatedly) for name in names]
+        assert len(hashes) == 2 * 3 * ranks
+        assert len(set(hashes)) == 1

@@ -13,6 +13,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.determinism import next_key, next_keys, splitmix64
 from tests.support.harness import OnRanks
+from tests.support.training import train as plain_training
 
 
 def draw(seed: int) -> tuple[float, float, float]:
@@ -86,29 +87,16 @@ def test_one_seed_fixes_weights_and_order_and_noise_and_dropout(on_ranks: OnRank
         assert value != others[what], f"another seed must give other {what}"
 
 
-class Shut(nn.Module):
-    """Keeps the dropout mask of each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.masks: list[tuple[float, ...]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dropped = nn.functional.dropout(torch.ones(64), 0.5)
-        self.masks.append(tuple(dropped.tolist()))
-        return self.weight * x.sum()
-
-
 def masks_by_shard() -> list[tuple[float, ...]]:
-    with dl.join_world(seed=1) as world:
-        model = Shut().to(world.device)
-        batches = dl.Batches(torch.ones(12, 1), 4, world, shards=4, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            for rows in step:
-                step.backward(model(rows))
-            step.fold()
-        return model.masks
+    """The dropout mask of each forward."""
+    masks: list[tuple[float, ...]] = []
+
+    def loss(model: Any, rows: torch.Tensor) -> Any:
+        masks.append(tuple(nn.functional.dropout(torch.ones(64), 0.5).tolist()))
+        return model(rows).sum()
+
+    plain_training(nn.Linear(1, 1), loss, torch.ones(12, 1), 4, shards=4)
+    return masks
 
 
 @pytest.mark.covers("H1")
@@ -120,44 +108,31 @@ def test_each_shard_of_each_step_has_its_own_dropout_on_any_number_of_ranks(on_r
 
 
 def drawn_after_folds(shards: int) -> list[float]:
-    with dl.join_world(seed=1) as world:
-        model = nn.Linear(2, 1).to(world.device)
-        drawn = []
-        for step in dl.Loop(
-            dl.Batches(torch.ones(7, 2), 3, world, shards=shards), 1, state={"model": model}, progress=False
-        ):
-            for rows in step:
-                step.backward(nn.functional.dropout(model(rows)).mean())
-            step.fold()
-            drawn.append(torch.rand(()).item())
-        return drawn
+    def loss(model: Any, rows: torch.Tensor) -> Any:
+        return nn.functional.dropout(model(rows)).mean()
+
+    model = nn.Linear(2, 1)
+    return plain_training(model, loss, torch.ones(7, 2), 3, shards=shards, after_fold=lambda *_: torch.rand(()).item())
 
 
 @pytest.mark.covers("H1")
 def test_draws_after_the_fold_are_the_same_on_every_rank_and_differ_from_step_to_step(on_ranks: OnRanks) -> None:
-    first, second = on_ranks(
-        2, drawn_after_folds, 3
-    )  # one rank has two shards of a step, or one where the other has none
+    # One rank has two shards of a step, or one where the other has none.
+    first, second = on_ranks(2, drawn_after_folds, 3)
     assert first == second == on_ranks(1, drawn_after_folds, 3)[0]
     assert len(set(first)) == len(first) == 3
 
 
-def updates(samples: int, batch_size: int, shards: int | None) -> int:
-    with dl.join_world() as world:
-        model = nn.Linear(2, 1).to(world.device)
-        batches = dl.Batches(torch.ones(samples, 2), batch_size, world, shards=shards)
-        made = 0
-        for step in dl.Loop(batches, 3, state={"model": model}, progress=False):
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
-            made += 1
-        return made
+JOBS = [(10, 4, None), (1, 4, None), (13, 2, 1), (7, 3, 5)]  # samples, batch size, shards
+
+
+def count_updates() -> list[int]:
+    return [
+        len(plain_training(nn.Linear(2, 1), data=torch.ones(samples, 2), batch_size=size, shards=shards, epochs=3))
+        for samples, size, shards in JOBS
+    ]
 
 
 @pytest.mark.covers("D2")
-@pytest.mark.parametrize(("samples", "batch_size", "shards"), [(10, 4, None), (1, 4, None), (13, 2, 1), (7, 3, 5)])
-def test_every_rank_makes_the_same_number_of_updates_whatever_the_data(
-    samples: int, batch_size: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    assert on_ranks(3, updates, samples, batch_size, shards) == [3 * -(-samples // batch_size)] * 3
+def test_every_rank_makes_the_same_number_of_updates_whatever_the_data(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, count_updates) == [[3 * -(-samples // size) for samples, size, _ in JOBS]] * 3

@@ -89,110 +89,85 @@ def run(pool: dl.Pool, whole: tuple[Path, str], tmp_path_factory: pytest.TempPat
 
 # -- what can happen to a file -----------------------------------------------------------------------------------
 
-
-def flip(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:3], lines[3].replace(b'"loss"', b"\x93\xfeloss"), *lines[4:]]
-
-
-def not_a_row(lines: list[bytes]) -> list[bytes]:
-    strange = [b"[1, 2]\n", b'{"loss": 1.0}\n', lines[5].replace(b'"loss": ', b'"loss": "x", "l": ')]
-    strange += [lines[5].replace(b'"iteration": 6', b'"iteration": true'), b"[" * 5000 + b"\n", b"\n"]
-    return [*lines[:5], *strange, *lines[6:]]
-
-
-def lost_page(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:2], lines[2][:40] + NULS + lines[6][20:], *lines[7:]]
-
-
-def nuls_before(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:4], NULS + lines[4], *lines[5:]]
-
-
-def twice(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:5], lines[3].replace(b'"half": 0.5', b'"half": 7.0'), *lines[3:]]
-
-
-def shuffled(lines: list[bytes]) -> list[bytes]:
-    return [*lines[6:], *lines[:6]]
-
-
-def huge(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:4], b'{"' + b"x" * (3 * CHUNK) + b'": 1}\n', *lines[4:]]
-
-
-def shortened(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:4], lines[4][:50]]
-
-
-def without_an_end(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:8], lines[8].rstrip(b"\n")]
-
-
-def empty(lines: list[bytes]) -> list[bytes]:
-    return []
+# Of the lines of 11 rows; the rows of the first 9 that stay, the lines kept aside, and the notice about both.
+STRANGE = [b"[1, 2]\n", b'{"loss": 1.0}\n', b"[" * 5000 + b"\n", b"\n"]
+Damage = Callable[[list[bytes]], list[bytes]]
+DAMAGES: dict[str, tuple[Damage, list[int], int, str]] = {
+    "a flipped bit": (
+        lambda lines: [*lines[:3], lines[3].replace(b'"loss"', b"\x93\xfeloss"), *lines[4:]],
+        [1, 2, 3, 5, 6, 7, 8, 9], 1, "row 4 is missing from rows.jsonl",
+    ),
+    "no rows": (
+        lambda lines: [
+            *lines[:5], *STRANGE, lines[5].replace(b'"loss": ', b'"loss": "x", "l": '),
+            lines[5].replace(b'"iteration": 6', b'"iteration": true'), *lines[6:],
+        ],
+        [1, 2, 3, 4, 5, 7, 8, 9], 6, "row 6 is missing from rows.jsonl",
+    ),
+    "a lost page": (
+        lambda lines: [*lines[:2], lines[2][:40] + NULS + lines[6][20:], *lines[7:]],
+        [1, 2, 8, 9], 1, "rows 3 to 7 are missing from rows.jsonl",
+    ),
+    "NULs before a row": (lambda lines: [*lines[:4], NULS + lines[4], *lines[5:]], [*range(1, 10)], 1, ""),
+    "rows twice": (
+        lambda lines: [*lines[:5], lines[3].replace(b'"half": 0.5', b'"half": 7.0'), *lines[3:]], [*range(1, 10)], 3, ""
+    ),
+    "another order": (
+        lambda lines: [*lines[6:], *lines[:6]], [*range(1, 10)], 0, "the rows of rows.jsonl are put in order"
+    ),
+    "a huge line": (
+        lambda lines: [*lines[:4], b'{"' + b"x" * (3 * CHUNK) + b'": 1}\n', *lines[4:]], [*range(1, 10)], 1, ""
+    ),
+    "a short file": (
+        lambda lines: [*lines[:4], lines[4][:50]], [1, 2, 3, 4], 1, "rows 5 to 9 are missing from rows.jsonl"
+    ),
+    "no last newline": (lambda lines: [*lines[:8], lines[8].rstrip(b"\n")], [*range(1, 10)], 0, ""),
+    "an empty file": (lambda lines: [], [], 0, "rows 1 to 9 are missing from rows.jsonl"),
+    "NULs alone": (lambda lines: [NULS], [], 1, "rows 1 to 9 are missing from rows.jsonl"),
+}  # fmt: skip
 
 
-def nothing_but_nuls(lines: list[bytes]) -> list[bytes]:
-    return [NULS]
-
-
-# The damage, the rows of the first 9 that stay, the lines kept aside, and the notice about both.
-DAMAGES: list[tuple[Callable[[list[bytes]], list[bytes]], list[int], int, str]] = [
-    (flip, [1, 2, 3, 5, 6, 7, 8, 9], 1,
-     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; row 4 is missing from rows.jsonl"),
-    (not_a_row, [1, 2, 3, 4, 5, 7, 8, 9], 6,
-     "6 damaged lines of rows.jsonl are kept in rows.damaged.jsonl; row 6 is missing from rows.jsonl"),
-    (lost_page, [1, 2, 8, 9], 1,
-     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; rows 3 to 7 are missing from rows.jsonl"),
-    (nuls_before, [*range(1, 10)], 1, "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl"),
-    (twice, [*range(1, 10)], 3, "3 damaged lines of rows.jsonl are kept in rows.damaged.jsonl"),
-    (shuffled, [*range(1, 10)], 0, "the rows of rows.jsonl are put in order"),
-    (huge, [*range(1, 10)], 1, "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl"),
-    (shortened, [1, 2, 3, 4], 1,
-     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; rows 5 to 9 are missing from rows.jsonl"),
-    (without_an_end, [*range(1, 10)], 0, ""),
-    (empty, [], 0, "rows 1 to 9 are missing from rows.jsonl"),
-    (nothing_but_nuls, [], 1,
-     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; rows 1 to 9 are missing from rows.jsonl"),
-]  # fmt: skip
-
-
-def damage(path: Path, how: Callable[[list[bytes]], list[bytes]]) -> tuple[bytes, bytes]:
+def damage(path: Path, how: Damage) -> tuple[bytes, bytes]:
     """The file's bytes before and after."""
     before = path.read_bytes()
     path.write_bytes(b"".join(how(before.splitlines(keepends=True))))
     return before, path.read_bytes()
 
 
-@pytest.mark.parametrize(("how", "stay", "aside", "said"), DAMAGES, ids=lambda one: getattr(one, "__name__", ""))
-@pytest.mark.slow
-def test_good_rows_survive_what_a_disk_does_to_a_file(
-    how: Callable[[list[bytes]], list[bytes]], stay: list[int], aside: int, said: str,
-    run: Path, whole: tuple[Path, str], on_ranks: OnRanks,
-) -> None:  # fmt: skip
-    before, after = damage(run / ROWS, how)
-    (printed, weights), _ = on_ranks(2, train, str(run))
-    assert weights == whole[1]
-    assert iterations_of(run) == [*stay, *range(AT + 1, STEPS + 1)]
-    written = dict(zip(range(1, STEPS + 1), before.splitlines(), strict=False))
-    kept = (run / ROWS).read_bytes().splitlines()
-    assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # byte for byte
-    notices = [line for line in printed.splitlines() if ROWS in line]
-    assert notices == ([f"ddp_loop: {run}: {said}; training continues at step {AT + 1}"] if said else [])
-    there = (run / ASIDE).read_bytes() if aside else b""
-    assert (run / ASIDE).exists() == bool(aside)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_good_rows_survive_what_a_disk_does_to_a_file(name: str, tmp_path: Path) -> None:
+    how, stay, aside, said = DAMAGES[name]
+    path = tmp_path / ROWS
+    write_lines(path, [row(number, half=0.5) for number in range(1, 12)])
+    before, after = damage(path, how)
+    lines = JsonlWriter(path, AT, print, "raise", once=True)
+    lines.close()
+    plural = "line of rows.jsonl is" if aside == 1 else "lines of rows.jsonl are"
+    kept = f"{aside} damaged {plural} kept in rows.damaged.jsonl" if aside else ""
+    assert lines.notice == "; ".join(filter(None, [kept, said]))
+    written = dict(enumerate(before.splitlines(), 1))
+    rows = path.read_bytes().splitlines()
+    assert rows == [written[iteration] for iteration in stay]  # byte for byte
+    there = (tmp_path / ASIDE).read_bytes() if aside else b""
     lost = [line.rstrip(b"\n") for line in after.splitlines(keepends=True) if line not in before]
-    assert all(line in there or line.strip(b"\0") in kept for line in lost)
-    assert not [one.name for one in run.iterdir() if one.name.startswith(".")]
+    assert all(line in there or line.strip(b"\0") in rows for line in lost)
+    assert set(os.listdir(tmp_path)) == ({ROWS, ASIDE} if aside else {ROWS})
 
 
-def test_a_file_that_is_gone_leaves_a_gap_that_is_said_and_the_numbers_are_the_same(
+def test_files_that_are_gone_leave_a_gap_that_is_said_and_the_numbers_are_the_same(
     run: Path, whole: tuple[Path, str], on_ranks: OnRanks
 ) -> None:
-    (run / ROWS).unlink()
+    beside = (EVALUATIONS, LOGGED, TEXTS)
+    sizes = {name: (run / name).stat().st_size for name in beside}
+    for name in (ROWS, *beside):
+        (run / name).unlink()
     (printed, weights), _ = on_ranks(2, train, str(run))
     assert f"ddp_loop: {run}: rows 1 to 9 are missing from rows.jsonl; training continues at step 10\n" in printed
     assert (weights, iterations_of(run)) == (whole[1], [10, 11, 12])
+    for name in beside:
+        lost = f"{run}: {name} is not as the checkpoint left it: it has lost lines, or was removed (0 of "
+        assert lost in printed
+        assert 0 < int(printed.partition(lost)[2].split()[0]) <= sizes[name]
 
 
 def test_several_gaps_are_said_in_one_line(tmp_path: Path) -> None:
@@ -205,18 +180,23 @@ def test_several_gaps_are_said_in_one_line(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_as_it_should_says_nothing(run: Path, on_ranks: OnRanks) -> None:
     number = (run / ROWS).stat().st_ino
+    other_digit(run / ROWS, AT, "loss")  # of a row that is cut off, which has no sum
     with (run / ROWS).open("ab") as file:  # what a killed process leaves
         file.write(b'{"epoch": 1, "iteration": 12, "ob')
-    printed = on_ranks(2, train, str(run))[0][0]
-    assert printed == ""
+    assert on_ranks(2, train, str(run))[0][0] == ""
     assert iterations_of(run) == [*range(1, STEPS + 1)]
     assert (run / ROWS).stat().st_ino == number  # cut, not written anew
     assert not (run / ASIDE).exists()
 
 
-def test_what_was_kept_aside_is_never_written_over_and_moves_away_with_the_run(run: Path, on_ranks: OnRanks) -> None:
+def test_what_was_kept_aside_is_said_never_written_over_and_moves_away_with_the_run(
+    run: Path, whole: tuple[Path, str], on_ranks: OnRanks
+) -> None:
+    flip, stay, _, missing = DAMAGES["a flipped bit"]
     damage(run / ROWS, flip)
-    on_ranks(2, train, str(run))
+    said = f"1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; {missing}; training continues at step {AT + 1}"
+    assert on_ranks(2, train, str(run))[0] == (f"ddp_loop: {run}: {said}\n", whole[1])
+    assert iterations_of(run) == [*stay, *range(AT + 1, STEPS + 1)]
     first = (run / ASIDE).read_bytes()
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     damage(run / ROWS, lambda lines: [*lines[:2], b"{}\n", *lines[3:]])
@@ -229,24 +209,20 @@ def test_what_was_kept_aside_is_never_written_over_and_moves_away_with_the_run(r
     assert {one.name for one in (run / "before" / "1").glob("*damaged*")} == {ASIDE, "rows.damaged-2.jsonl"}
 
 
-@pytest.mark.parametrize("name", [EVALUATIONS, RANKS])
-def test_lines_beside_the_rows_survive_likewise(
-    name: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks
-) -> None:
-    if name == RANKS:
-        write_lines(run / name, map(row, range(1, 10)))
-    before = lines_of(run / name)
+def test_lines_beside_the_rows_survive_likewise(run: Path, whole: tuple[Path, str], on_ranks: OnRanks) -> None:
+    write_lines(run / RANKS, map(row, range(1, 10)))
     strange = [b"{}\n", NULS + b"\n", b'{"iteration": "x", "elapsed_s": 1}\n']
-    damage(run / name, lambda lines: [lines[0], *strange, *lines[1:]])
+    kept = {name: [one for one in lines_of(run / name) if one["iteration"] <= AT] for name in (EVALUATIONS, RANKS)}
+    for name in kept:
+        damage(run / name, lambda lines: [lines[0], *strange, *lines[1:]])
     (printed, weights), _ = on_ranks(2, train, str(run))
-    kept = [one for one in before if one["iteration"] <= AT]
-    assert lines_of(run / name)[: len(kept)] == kept
-    aside = name.replace(".", ".damaged.")
-    assert f"ddp_loop: {run}: 3 damaged lines of {name} are kept in {aside}\n" in printed
-    assert len((run / aside).read_bytes().splitlines()) == 3
+    for name, lines in kept.items():
+        aside = name.replace(".", ".damaged.")
+        assert lines_of(run / name)[: len(lines)] == lines
+        assert f"ddp_loop: {run}: 3 damaged lines of {name} are kept in {aside}\n" in printed
+        assert len((run / aside).read_bytes().splitlines()) == 3
     assert weights == whole[1]
-    if name == EVALUATIONS:
-        assert iterations_of(run, name) == [3, 6, 9, 12]
+    assert iterations_of(run, EVALUATIONS) == [3, 6, 9, 12]
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -260,14 +236,13 @@ def test_what_follows_a_row_that_is_made_again_is_cut_silently(once: bool, tmp_p
     assert (lines.notice, lines_of(path), os.listdir(tmp_path)) == ("", there[:2], [ROWS])
 
 
-@pytest.mark.parametrize("how", [one[0] for one in DAMAGES])
 @pytest.mark.slow
-def test_a_damaged_folder_can_be_looked_at_and_drawn(
-    how: Callable[[list[bytes]], list[bytes]], run: Path, on_ranks: OnRanks, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damage(run / ROWS, how)
+def test_a_damaged_folder_can_be_looked_at_and_drawn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / EVALUATIONS, lambda lines: [b'{"iteration": 1, "mean": "x"}\n{"iteration": [1]}\n{}\n', *lines, NULS])
-    for _ in range(2):
+    before = (run / ROWS).read_bytes()
+    for how, *_ in DAMAGES.values():
+        (run / ROWS).write_bytes(before)
+        damage(run / ROWS, how)
         view = RunView("a", run)
         view.summary()
         while view._is_behind:
@@ -275,15 +250,13 @@ def test_a_damaged_folder_can_be_looked_at_and_drawn(
         view.curves(100, 0, 0, STEPS)
         code = main(["plot", str(run)])
         assert code == (2 if "has no rows.jsonl with rows to draw" in capsys.readouterr().err else 0)
-        on_ranks(2, train, str(run))
-    assert code == 0
 
 
 def test_the_means_of_the_epoch_are_of_the_rows_that_stay(run: Path) -> None:
     expected, found = EpochMeans(), EpochMeans()
     for there in lines_of(run / ROWS)[:AT]:
         expected.recall(there)
-    damage(run / ROWS, shuffled)
+    damage(run / ROWS, DAMAGES["another order"][0])
     JsonlWriter(run / ROWS, AT, print, "raise", found.begin, once=True).close()
     assert found.means.means() == expected.means.means()
     assert found.means.rows == AT
@@ -300,38 +273,21 @@ def other_digit(path: Path, line: int, field: str) -> None:
     path.write_bytes(b"".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "field"),
-    [(ROWS, 3, "loss"), (ROWS, 8, "elapsed_s"), (EVALUATIONS, 1, "mean"), (LOGGED, 2, "twice")],
-)
-def test_a_flipped_digit_is_said_and_the_rows_stay(
-    name: str, line: int, field: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks
-) -> None:
-    other_digit(run / name, line, field)
-    before = (run / name).read_bytes().splitlines()
+def test_a_flipped_digit_is_said_and_the_rows_stay(run: Path, whole: tuple[Path, str], on_ranks: OnRanks) -> None:
+    before = {}
+    for name, line, field in ((ROWS, 3, "loss"), (EVALUATIONS, 1, "mean"), (LOGGED, 2, "twice")):
+        other_digit(run / name, line, field)
+        before[name] = (run / name).read_bytes().splitlines()[: line + 1]
     (printed, weights), _ = on_ranks(2, train, str(run))
-    assert printed.count(f"ddp_loop: {run}: {name} is not as the checkpoint left it, though each line can be read") == 1
-    assert (run / name).read_bytes().splitlines()[: line + 1] == before[: line + 1]
+    for name, lines in before.items():
+        said = f"ddp_loop: {run}: {name} is not as the checkpoint left it, though each line can be read"
+        assert printed.count(said) == 1
+        assert (run / name).read_bytes().splitlines()[: len(lines)] == lines
     assert weights == whole[1]
     shutil.rmtree(run / "checkpoints" / "step-00000012")  # the older one has the sum of what was there
     shutil.copytree(run, again := run.with_name("again"))
-    assert name in on_ranks(2, train, str(again))[0][0]
-
-
-@pytest.mark.parametrize("name", [EVALUATIONS, LOGGED, TEXTS])
-def test_a_file_that_was_removed_is_said(name: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks) -> None:
-    size = sum(len(line) for line in (run / name).read_bytes().splitlines(keepends=True))
-    (run / name).unlink()
-    (printed, weights), _ = on_ranks(2, train, str(run))
-    assert f"{run}: {name} is not as the checkpoint left it: it has lost lines, or was removed (0 of " in printed
-    assert int(printed.partition("(0 of ")[2].split()[0]) <= size
-    assert weights == whole[1]
-
-
-@pytest.mark.slow
-def test_what_follows_the_checkpoint_has_no_sum(run: Path, on_ranks: OnRanks) -> None:
-    other_digit(run / ROWS, AT, "loss")  # a row that is cut off
-    assert on_ranks(2, train, str(run))[0][0] == ""
+    printed = on_ranks(2, train, str(again))[0][0]
+    assert all(name in printed for name in before)
 
 
 def test_a_run_of_an_earlier_version_resumes_without_sums(

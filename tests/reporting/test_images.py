@@ -15,31 +15,25 @@ RED, GRAY = [255, 0, 0], [51, 51, 51]
 
 
 @pytest.mark.parametrize(
-    ("image", "first"),
+    ("image", "expected"),
     [
         (np.full((4, 5), 0.2), GRAY),
         (np.full((4, 5, 1), 51, dtype=np.uint8), GRAY),
-        (torch.tensor([1.0, 0, 0]).reshape(3, 1, 1).expand(3, 4, 5), RED),
         (torch.tensor([1, 0, 0], dtype=torch.bfloat16).expand(4, 5, 3), RED),
         (torch.full((1, 4, 5), 0.2, requires_grad=True), GRAY),
-        (torch.full((3, 3, 3), 0.2), GRAY),
         (np.full((4, 5), True), [255] * 3),
-        (np.full((4, 5), 300), [255] * 3),
-        (np.full((4, 5), -1), [0] * 3),
-        (np.full((4, 5), np.nan, dtype=np.float16), [0] * 3),
-        (np.full((4, 5), np.inf), [255] * 3),
-        (np.full((4, 5, 4), [1.0, 0, 0, 1.0]), RED),
+        (np.array([[300, -1]]), [[[255] * 3, [0] * 3]]),
+        (np.array([[np.inf, np.nan]], dtype=np.float16), [[[255] * 3, [0] * 3]]),
         (np.full((4, 5, 4), [1.0, 0, 0, 0.2]), [255, 204, 204]),
         (Image.new("RGB", (5, 4), (255, 0, 0)), RED),
         (Image.new("L", (5, 4), 51), GRAY),
     ],
 )
-def test_an_image_becomes_bytes_of_three_channels(image: Any, first: list[int]) -> None:
+def test_an_image_becomes_bytes_of_three_channels(image: Any, expected: list[Any]) -> None:
     pixels = as_pixels("one", image)
     assert pixels.dtype == np.uint8
-    assert pixels.shape[2] == 3
-    assert pixels.shape[:2] in ((4, 5), (3, 3))
-    assert (pixels == first).all()
+    assert pixels.shape in ((4, 5, 3), (1, 2, 3))
+    assert (pixels == expected).all()
 
 
 def test_channels_first_are_taken_for_channels() -> None:

@@ -29,39 +29,26 @@ from tests.support.serving import row, write_lines, write_run
 FILES = ["loss.png", "loss.svg", "metrics.png", "metrics.svg"]
 
 
-def train(run: str, progress: bool, steps: int | None = None) -> None:
+def train(run: str, progress: bool, leaves: bool = False) -> None:
     with dl.join_world(seed=0) as world:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
         state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(dl.Batches(data, 4, world), 3, steps=steps, state=state, run_dir=run, progress=progress)
-        for epoch in loop.epochs():
+        loop = dl.Loop(dl.Batches(data, 4, world), 3, state=state, run_dir=run, progress=progress)
+        epochs = loop.epochs()  # which goes on until the world is left
+        for epoch in epochs:
             for step in epoch:
                 for inputs in step:
                     loss = model(inputs).square()
                     step.backward(loss.mean(), large=loss.squeeze(1) > 1)
                 step.fold()
                 optimizer.step()
+            if leaves:
+                return
             dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), large=lambda out, rows: out.squeeze(1) > 1)
         dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), distance=lambda out, rows: out.squeeze(1))
-
-
-def leave(run: str) -> None:
-    with dl.join_world(seed=0) as world:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(dl.Batches(torch.randn(40, 2), 4, world), 3, state=state, run_dir=run, progress=True)
-        steps = (step for epoch in loop.epochs() for step in epoch)
-        for step in steps:  # which goes on until the world is left
-            for inputs in step:
-                step.backward(model(inputs).square().mean())
-            step.fold()
-            optimizer.step()
-            if step.iteration == 3:
-                break
 
 
 def ink(path: Path) -> Any:
@@ -90,25 +77,28 @@ def test_a_run_is_drawn_when_it_ends_and_its_rows_are_a_table(on_ranks: OnRanks,
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_until_the_world_is_left_is_drawn_too(on_ranks: OnRanks, tmp_path: Path) -> None:
-    on_ranks(1, leave, str(tmp_path))
+    on_ranks(1, train, str(tmp_path), True, True)
     assert (tmp_path / "pictures" / "loss.png").exists()
 
 
 @pytest.mark.slow
-def test_a_run_without_progress_is_not_drawn_until_it_is_asked_for(
-    on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_without_progress_or_of_many_rows_is_not_drawn_until_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    on_ranks(2, train, str(run), False)
-    assert not (run / "pictures").exists()
-    assert main(["plot", str(run)]) == 0
-    files = [run / "pictures" / name for name in FILES] + [run / "rows.csv"]
-    assert capsys.readouterr().out.splitlines() == [str(one) for one in files]
-    assert all(one.stat().st_size > 0 for one in files)
+    quiet, long = tmp_path / "quiet", tmp_path / "long"
+    train(str(quiet), False)
+    monkeypatch.setattr(exports, "_SMALL_MIB", 1e-3)
+    train(str(long), True)
+    capsys.readouterr()
+    for run in (quiet, long):
+        assert not (run / "pictures").exists()
+        assert main(["plot", str(run)]) == 0
+        files = [run / "pictures" / name for name in FILES] + [run / "rows.csv"]
+        assert capsys.readouterr().out.splitlines() == [str(one) for one in files]
+        assert all(one.stat().st_size > 0 for one in files)
 
 
-@pytest.mark.parametrize("lines", [None, "", '{"iteration": 1, "lo'])
-@pytest.mark.parametrize("among", [0, 1])
+@pytest.mark.parametrize(("lines", "among"), [(None, 0), ("", 1), ('{"iteration": 1, "lo', 0)])
 def test_what_has_no_rows_is_refused_and_nothing_is_drawn(
     lines: str | None, among: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,8 +141,6 @@ def test_a_curve_goes_where_its_values_go(tmp_path: Path) -> None:
     drawn = np.argwhere(ink(rising))
     width = ink(rising).shape[1]
     assert drawn[drawn[:, 1] < width / 3, 0].mean() > drawn[drawn[:, 1] > 2 * width / 3, 0].mean()  # rows go down
-    with pytest.raises(ValueError, match="There are no curves to draw"):
-        plots.curves({}, tmp_path / "none.png")
 
 
 def test_the_same_rows_give_the_same_svg(tmp_path: Path) -> None:
@@ -172,12 +160,6 @@ def test_a_picture_that_fails_is_said_and_the_run_is_done(
     train(str(tmp_path), True)
     assert "was not drawn. OSError('the disk is full')" in capsys.readouterr().out
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
-
-
-def test_a_run_of_many_rows_is_left_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exports, "_SMALL_MIB", 1e-3)
-    train(str(tmp_path), True)
-    assert not (tmp_path / "pictures").exists()
 
 
 def drawn_run(folder: Path, rows: int, *logged: dict[str, Any]) -> Path:
@@ -256,10 +238,10 @@ def test_smoothing_in_a_picture_is_over_steps_and_the_rows_stay_pale(figures: li
     np.testing.assert_allclose(curve.get_ydata(), expected)
 
 
-@pytest.mark.parametrize(("log", "scale"), [(None, "log"), (False, "linear"), (True, "log")])
-def test_the_scale_is_the_one_that_is_asked_for(log: bool | None, scale: str, figures: list[Any]) -> None:
-    plots.curves({"loss": Panel([1, 2], [1.0, 1000.0])}, "x.png", log=log)
-    assert figures[0].axes[0].get_yscale() == scale
+def test_the_scale_is_the_one_that_is_asked_for(figures: list[Any]) -> None:
+    for log in (None, False, True):
+        plots.curves({"loss": Panel([1, 2], [1.0, 1000.0])}, "x.png", log=log)
+    assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear", "log"]
 
 
 def test_names_are_no_formulas_and_a_long_one_is_cut(figures: list[Any]) -> None:
@@ -292,14 +274,13 @@ def test_twenty_runs_have_colors_of_their_own() -> None:
     assert len(set(plots._run_colors([str(n) for n in range(20)]).values())) == 20
 
 
-def test_a_single_row_and_values_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
+def test_a_single_row_and_values_that_are_not_finite_can_be_drawn_and_no_negative_smoothing(tmp_path: Path) -> None:
     panels = {"x" * 200: Panel([1], [math.nan]), "y": Panel([1], [2.0]), "z": Panel([], [], [3], [math.inf])}
     assert plots.curves(panels, tmp_path / "one.png", smoothing=3, log=True).exists()
-
-
-def test_a_negative_smoothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a number of steps, 0 or more\. Got -1"):
-        plots.curves({"loss": Panel([1], [1.0])}, tmp_path / "one.png", smoothing=-1)
+        plots.curves(panels, tmp_path / "one.png", smoothing=-1)
+    with pytest.raises(ValueError, match="There are no curves to draw"):
+        plots.curves({}, tmp_path / "none.png")
 
 
 def test_what_a_run_leaves_is_named(tmp_path: Path) -> None:

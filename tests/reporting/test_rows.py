@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +17,12 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from ddp_loop.determinism import digest
-from ddp_loop.reporting import OnRow
+from ddp_loop.reporting import OnRow, reporter
 from ddp_loop.reporting import throughput as paces
+from ddp_loop.reporting.jsonl import line_of
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from ddp_loop.training import gradients
-from ddp_loop.training.validation import OnNonFinite
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, network
@@ -27,7 +30,7 @@ from tests.support.runs import go_by_epochs, lines_of, status_of
 from tests.support.training import train as plain_training
 
 ROWS, EVALUATIONS, RANKS = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl"
-MANY = 10_000
+MANY = 4_000
 
 
 # -- order and completeness ------------------------------------------------------------------------------------
@@ -40,8 +43,10 @@ def go_on(folder: str, stop_at: int, fail_at: int) -> list[int]:
         seen: list[int] = []
         sinks: list[OnRow] = [lambda row: seen.append(row["iteration"]), csv_sink(f"{folder}/sink.csv")]
         batches = dl.Batches(torch.ones(3 * 2500), 3, world)
-        options: dict[str, Any] = {"run_dir": folder, "save_every": 1500, "progress": False, "check_replicas_every": 0}
-        loop = dl.Loop(batches, steps=MANY, state={"model": model}, on_row=sinks, **options)
+        loop = dl.Loop(
+            batches, steps=MANY, state={"model": model}, on_row=sinks, run_dir=folder, save_every=1500, progress=False,
+            check_replicas_every=0,
+        )  # fmt: skip
         try:
             for step in loop:
                 for rows in step:
@@ -58,7 +63,7 @@ def go_on(folder: str, stop_at: int, fail_at: int) -> list[int]:
 
 @pytest.mark.covers("E1", "E3")
 @pytest.mark.slow
-def test_10000_rows_of_3_ranks_come_in_order_none_lost_none_twice_also_resumed(
+def test_4000_rows_of_3_ranks_come_in_order_none_lost_none_twice_also_resumed(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     stopped = on_ranks(3, go_on, str(tmp_path), 2200, 0)[0]  # takes effect in the fold of the next step
@@ -78,76 +83,152 @@ def test_10000_rows_of_3_ranks_come_in_order_none_lost_none_twice_also_resumed(
 
 def train(
     folder: str | None,
-    sizes: tuple[int, ...] = (7, 6),
     weights: bool = False,
     groups: int = 1,
     on_row: Any = (),
-    progress: bool = False,
     norm_each: int = 2**20,
-    on_nonfinite: OnNonFinite = "raise",
-) -> tuple[list[float], list[dict[str, Any]], str]:
-    """Each step's gradient norm by its `.grad`s, the rows, and a digest of the weights."""
-    with pytest.MonkeyPatch.context() as patch:
+    batch_s: float = 0.0,
+    epochs: int = 1,
+    **options: Any,
+) -> SimpleNamespace:
+    """The rows that a callback got, how many after each step, and each step's own loss, metric and norm of `.grad`s."""
+    with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
         patch.setattr(gradients, "_NORM_EACH", norm_each)
-        with dl.join_world(seed=0) as world:
-            torch.manual_seed(1)
-            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-            parts = [{"params": model[2 * n].parameters(), "lr": 0.1 / (n + 1)} for n in range(2)]
-            optimizer = torch.optim.SGD(model.parameters() if groups == 1 else parts, lr=0.1)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            rows: list[dict[str, Any]] = []
-            receivers = None if on_row is None else [*on_row, rows.append]
-            state = {"model": model, "optimizer": optimizer}
-            batches = dl.Batches(make_data((6,), 40), sizes[0], world)
-            norms = []
-            options: dict[str, Any] = {"progress": progress, "on_nonfinite": on_nonfinite}
-            for step in dl.Loop(batches, 1, state=state, run_dir=folder, on_row=receivers, **options):
-                for inputs, labels in step:
-                    loss = cross_entropy(model(inputs), labels)
-                    weight = torch.tensor(float(len(inputs) ** 2)) if weights else None
-                    step.backward(loss, weight=weight, half=0.5)
-                step.fold()
-                squares = [float((one.grad.double() ** 2).sum()) for one in model.parameters() if one.grad is not None]
-                norms.append(sum(squares) ** 0.5)
-                optimizer.step()
-                schedule.step()
-            return norms, rows, digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        patch.setattr(reporter, "BATCH_S", batch_s)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        parts = [{"params": model[2 * n].parameters(), "lr": 0.1 / (n + 1)} for n in range(2)]
+        optimizer = torch.optim.SGD(model.parameters() if groups == 1 else parts, lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        found = SimpleNamespace(rows=list[dict[str, Any]](), own=[], norms=[], there=[])
+        options = {"progress": False, "on_row": None if on_row is None else [*on_row, found.rows.append], **options}
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        for step in dl.Loop(dl.Batches(make_data((6,), 40), 7, world), epochs, state=state, run_dir=folder, **options):
+            for inputs, labels in step:
+                logits = model(inputs)
+                weight = torch.tensor(float(len(inputs) ** 2)) if weights else None
+                step.backward(cross_entropy(logits, labels), weight=weight, accuracy=logits.argmax(1) == labels)
+            result = step.fold()
+            found.own.append((float(result.loss), float(result.metrics["accuracy"])))
+            found.norms.append(norm_of(model))
+            optimizer.step()
+            schedule.step()
+            found.there.append(len(found.rows))
+        found.weights = digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        return found
 
 
-@pytest.mark.covers("E3")
-@pytest.mark.parametrize("weights", [False, True])
-def test_a_row_has_the_norm_of_the_whole_mini_batchs_gradients_and_the_rate(
-    weights: bool, on_ranks: OnRanks, tmp_path: Path
+def norm_of(model: nn.Module) -> float:
+    return math.sqrt(sum(float((one.grad**2).sum()) for one in model.parameters() if one.grad is not None))
+
+
+@pytest.mark.covers("E1", "E3")
+@pytest.mark.parametrize(("weights", "groups"), [(False, 1), (True, 2)])
+def test_rows_reach_a_callback_on_rank_0_and_the_file_in_order_with_norms_and_rates(
+    weights: bool, groups: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    norms, rows, _ = on_ranks(3, train, str(tmp_path), (7,), weights)[0]
-    assert [row["gradient_norm"] for row in rows] == pytest.approx(norms, rel=1e-12)  # another order of the sum
-    assert [row["learning_rate"] for row in rows] == [0.1 / 2**n for n in range(6)]
-    assert all(row["samples_per_s"] > 0 for row in rows)
-    written = lines_of(tmp_path / ROWS)
-    names = ["epoch", "iteration", "samples", *(["weight"] if weights else []), "loss", "half", "learning_rate"]
+    first, *others = on_ranks(3, train, str(tmp_path / "new"), weights, groups, epochs=2)
+    rows = first.rows
+    assert [(row["epoch"], row["iteration"]) for row in rows] == [(1 + n // 6, n + 1) for n in range(12)]
+    assert [row["samples"] for row in rows] == ([7] * 5 + [5]) * 2
+    assert [(row["loss"], row["accuracy"]) for row in rows] == first.own
+    assert [row["gradient_norm"] for row in rows] == pytest.approx(first.norms, rel=1e-12)  # another order of the sum
+    rates = {"learning_rate": 0.1} | ({"learning_rate_1": 0.05} if groups == 2 else {})
+    for name, rate in rates.items():
+        assert [row[name] for row in rows] == [rate / 2**n for n in range(12)]
+    # A row is complete when its step is over, and is handed on while the next one's sums are under way.
+    assert first.there == list(range(12))
+    assert all((other.rows, other.own) == ([], first.own) for other in others)
+    written = lines_of(tmp_path / "new" / ROWS)
+    names = ["epoch", "iteration", "samples", *(["weight"] if weights else []), "loss", "accuracy", *rates]
     assert list(written[0]) == [*names, "gradient_norm", "elapsed_s"]
-    assert written == [{name: row[name] for name in written[0]} for row in rows]
+    assert all(row.pop("samples_per_s") > 0 for row in rows)  # it follows from the others
+    assert written == rows
+    elapsed = [row["elapsed_s"] for row in written]
+    assert elapsed == sorted(elapsed)
 
 
-def test_each_group_of_the_optimizer_has_its_rate(on_ranks: OnRanks) -> None:
-    _, rows, _ = on_ranks(2, train, None, (7,), False, 2)[0]
-    rates = [(row["learning_rate"], row["learning_rate_1"]) for row in rows]
-    assert rates == [(0.1 / 2**n, 0.05 / 2**n) for n in range(6)]
+def test_rows_of_quick_steps_come_several_at_once_and_an_epochs_last_without_delay(on_ranks: OnRanks) -> None:
+    found = on_ranks(3, train, None, batch_s=1e9, epochs=3, progress=True)[0]
+    assert [(row["loss"], row["accuracy"]) for row in found.rows] == found.own
+    assert found.there == [0] * 6 + [6] * 6 + [12] * 6
+
+
+@pytest.mark.covers("E2")
+@pytest.mark.slow
+def test_an_epochs_line_has_the_mean_over_its_samples_from_rank_0_alone(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found, _ = dl.launch(train, 2, str(tmp_path), epochs=2, progress=True)
+    expected = ["2 ranks on cpu, sums over shared memory"]
+    for epoch in (1, 2):
+        own = [row for row in found.rows if row["epoch"] == epoch]
+        loss, accuracy = (sum(row[key] * row["samples"] for row in own) / 40 for key in ("loss", "accuracy"))
+        expected.append(f"Epoch: {epoch}, Loss: {loss:.4f}, Accuracy: {accuracy:.4f}")
+    assert capfd.readouterr().out == "".join(f"{line}\n" for line in expected)  # lines alone through a pipe
+
+
+@pytest.mark.covers("B6")
+def test_a_quiet_run_prints_nothing_and_writes_nothing(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(None, on_row=None)
+    heard = capfd.readouterr()
+    assert (heard.out, heard.err, list(tmp_path.iterdir())) == ("", "", [])
+    train(None, progress=True)
+    assert "Epoch: 1" in capfd.readouterr().out
 
 
 def test_a_large_networks_norm_is_computed_in_every_kth_row_unless_the_guard_asks_for_it(on_ranks: OnRanks) -> None:
-    each = 83 // 3  # 83 gradients, so k is 3
-    norms, rows, _ = on_ranks(2, train, None, (7,), False, 1, (), False, each)[0]
-    assert [row["gradient_norm"] for row in rows] == pytest.approx(norms, rel=1e-12)
-    norms, rows, _ = on_ranks(2, train, None, (7,), False, 1, (), False, each, "allow")[0]
-    assert [row.get("gradient_norm") for row in rows] == [
-        pytest.approx(norm, rel=1e-12) if n % 3 == 0 else None for n, norm in enumerate(norms)
-    ]
+    for on_nonfinite, every in (("raise", 1), ("allow", 3)):  # 83 gradients
+        found = on_ranks(2, train, None, norm_each=83 // 3, on_nonfinite=on_nonfinite)[0]
+        assert [row.get("gradient_norm") for row in found.rows] == [
+            pytest.approx(norm, rel=1e-12) if n % every == 0 else None for n, norm in enumerate(found.norms)
+        ]
 
 
-def test_the_norm_is_right_in_the_step_in_which_parameters_are_unfrozen(on_ranks: OnRanks) -> None:
-    told, norms = on_ranks(2, unfreeze)[0]
-    assert told == pytest.approx(norms, rel=1e-12)
+def test_the_line_is_what_json_would_write_with_null_for_what_is_not_finite() -> None:
+    place = {"epoch": 1, "iteration": 2, "samples": 3}
+    for value in (0.1, 1e-30, -2.0, 1e300, 3.0, float("nan")):
+        found = json.loads(line_of(place, {"loss": value, "accuracy": 0.25}, 0.5))
+        expected = {**place, "loss": value if math.isfinite(value) else None, "accuracy": 0.25, "elapsed_s": 0.5}
+        assert found == expected
+
+
+def weigh(run: str, capture: str, weights: float | None) -> tuple[list[dict[str, Any]], list[float], str]:
+    """Samples 1 and 9 and so on weigh what they are, and their loss is 0 but for 9; or all weigh the same."""
+    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
+        model = nn.Linear(1, 1).double()
+        rows: list[dict[str, Any]] = []
+        own = []
+        data = torch.tensor([[1.0], [9.0], [2.0], [4.0]], dtype=torch.float64)
+        batches = dl.Batches(data, 1, world, shuffle=False)
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+        for step in dl.Loop(batches, 1, state=state, run_dir=run, on_row=rows.append):
+            for inputs in step:
+                value = 10.0 * float(inputs == 9)
+                weight = float(inputs.sum()) if weights is None else weights
+                step.backward(0 * model(inputs).sum() + value, weight=torch.tensor(weight), value=value)
+            own.append(float(step.fold().weight))
+        file.seek(0)
+        return rows, own, file.read()
+
+
+@pytest.mark.covers("D11", "E2")
+def test_an_epochs_line_is_weighted_as_the_losses_are_and_without_weight_there_is_none(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    for weights, expected, mean in ((None, [1.0, 9.0, 2.0, 4.0], "5.6250"), (0.0, [0.0] * 4, "nan")):
+        run = str(tmp_path / f"run {weights}")
+        (rows, own, said), other = on_ranks(2, weigh, run, str(tmp_path / "said"), weights)
+        assert said == f"2 ranks on cpu, sums over shared memory\nEpoch: 1, Loss: {mean}, Value: {mean}\n"
+        assert own == other[1] == [row["weight"] for row in rows] == expected
+        assert [line["weight"] for line in lines_of(Path(run) / "rows.jsonl")] == own
+
+
+def test_without_weights_a_rows_weight_is_its_samples() -> None:
+    assert plain_training(network(), batch_size=7, after_fold=lambda _, row: float(row.weight)) == [7, 7, 7, 3]
 
 
 def unfreeze() -> tuple[list[float], list[float]]:
@@ -156,12 +237,16 @@ def unfreeze() -> tuple[list[float], list[float]]:
     rows: list[dict[str, Any]] = []
 
     def norm(step: dl.Step, result: dl.StepResult) -> float:
-        squares = [float((one.grad**2).sum()) for one in model.parameters() if one.grad is not None]
         model[0].requires_grad_(step.iteration > 1)
-        return math.sqrt(sum(squares))
+        return norm_of(model)
 
     norms = plain_training(model, after_fold=norm, on_row=rows.append)
     return [row["gradient_norm"] for row in rows], norms
+
+
+def test_the_norm_is_right_in_the_step_in_which_parameters_are_unfrozen(on_ranks: OnRanks) -> None:
+    told, norms = on_ranks(2, unfreeze)[0]
+    assert told == pytest.approx(norms, rel=1e-12)
 
 
 def take_name(name: str) -> None:
@@ -258,16 +343,19 @@ def evaluate_everywhere(folder: str, stop_at: int, save_every: int | None) -> li
         return made
 
 
-@pytest.mark.parametrize(("stop_at", "save_every"), [(0, None), (3, None), (4, None), (5, 1), (6, 3), (12, None)])
-@pytest.mark.slow
-def test_each_evaluation_is_recorded_once_also_when_the_run_resumes(
+@pytest.mark.parametrize(
+    ("stop_at", "save_every"),
+    [pytest.param(3, None, marks=pytest.mark.slow), (5, 1), pytest.param(12, None, marks=pytest.mark.slow)],
+)
+def test_each_evaluation_is_recorded_once_also_when_the_run_resumes_or_is_started_again(
     stop_at: int, save_every: int | None, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    if stop_at:
-        on_ranks(3, evaluate_everywhere, str(tmp_path), stop_at, save_every)
+    on_ranks(3, evaluate_everywhere, str(tmp_path), stop_at, save_every)
     on_ranks(2, evaluate_everywhere, str(tmp_path), 0, save_every)
-    made = on_ranks(2, evaluate_everywhere, str(tmp_path / "whole"), 0, save_every)[0]
     lines = lines_of(tmp_path / EVALUATIONS)
+    assert [at for at, _ in on_ranks(2, evaluate_everywhere, str(tmp_path), 0, save_every)[0]] == [12]
+    assert lines_of(tmp_path / EVALUATIONS) == lines
+    made = on_ranks(2, evaluate_everywhere, str(tmp_path / "whole"), 0, save_every)[0]
     assert [at for at, _ in made] == [2, 4, 4, 6, 8, 8, 10, 12, 12]  # the end of an epoch repeats its last step
     assert [line["iteration"] for line in lines] == [2, 4, 6, 8, 10, 12]
     assert [line["mean"] for line in lines] == pytest.approx(list(dict(made).values()), rel=1e-12)  # sums of 3 ranks
@@ -275,13 +363,6 @@ def test_each_evaluation_is_recorded_once_also_when_the_run_resumes(
     assert list(lines[0]) == ["epoch", "iteration", "mean", "samples", "elapsed_s"]
     elapsed = [line["elapsed_s"] for line in lines]
     assert elapsed == sorted(elapsed)
-
-
-def test_a_finished_run_that_is_started_again_notes_no_evaluation_twice(on_ranks: OnRanks, tmp_path: Path) -> None:
-    first = on_ranks(2, evaluate_everywhere, str(tmp_path), 0, None)[0]
-    assert [at for at, _ in on_ranks(2, evaluate_everywhere, str(tmp_path), 0, None)[0]] == [12]
-    assert {line["iteration"]: line["mean"] for line in lines_of(tmp_path / EVALUATIONS)} == dict(first)
-    assert len(lines_of(tmp_path / EVALUATIONS)) == 6
 
 
 @pytest.mark.parametrize(
@@ -299,13 +380,15 @@ def test_the_status_says_how_far_the_run_goes(extent: Any, told: tuple[Any, ...]
         assert (status["epochs"], status["steps_per_epoch"], status["steps"]) == told
 
 
-def test_a_run_that_begins_anew_moves_these_files_too(tmp_path: Path) -> None:
-    plain_training(network(), run_dir=tmp_path)
+def test_a_run_that_begins_anew_moves_its_files_away(tmp_path: Path) -> None:
+    plain_training(network(), run_dir=tmp_path, trace=True)
+    files = {ROWS, EVALUATIONS, RANKS, "trace", "console", "usage"}
     for name in (EVALUATIONS, RANKS):
         (tmp_path / name).write_text("")
     plain_training(network(), run_dir=tmp_path, resume=False)
-    assert {EVALUATIONS, RANKS, ROWS} <= {one.name for one in (tmp_path / "before" / "1").iterdir()}
-    assert not (tmp_path / EVALUATIONS).exists()
+    assert files <= {one.name for one in (tmp_path / "before" / "1").iterdir()}
+    assert files & {one.name for one in tmp_path.iterdir()} == {ROWS, "console", "usage"}
+    assert [row["iteration"] for row in lines_of(tmp_path / ROWS)] == [1, 2, 3, 4]
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------
@@ -313,12 +396,10 @@ def test_a_run_that_begins_anew_moves_these_files_too(tmp_path: Path) -> None:
 
 @pytest.mark.covers("E6", "H8", "B6")
 def test_the_weights_are_the_same_bits_with_everything_on_and_off(on_ranks: OnRanks, tmp_path: Path) -> None:
-    sinks: list[OnRow] = [
-        csv_sink(tmp_path / "rows.csv"), tensorboard_sink(tmp_path / "board", 0.0)
-    ]  # fmt: skip
-    on = on_ranks(3, train, str(tmp_path / "run"), (7,), False, 1, sinks, True)
-    off = on_ranks(3, train, None, (7,), False, 1, None)
-    assert len({one[2] for one in (*on, *off)}) == 1
+    sinks: list[OnRow] = [csv_sink(tmp_path / "rows.csv"), tensorboard_sink(tmp_path / "board", 0.0)]
+    on = on_ranks(3, train, str(tmp_path / "run"), on_row=sinks, progress=True)
+    off = on_ranks(3, train, None, on_row=None)
+    assert len({one.weights for one in (*on, *off)}) == 1
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------

@@ -15,30 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-import ddp_loop as dl
 from ddp_loop.reporting import usage
 from ddp_loop.reporting.usage import UsageLog, processor_s
 from tests.support.harness import OnRanks, until
-from tests.support.refusals import loop_over, loss_of, network
+from tests.support.refusals import network
 from tests.support.runs import lines_of
+from tests.support.training import train as plain_training
 
-FIELDS = [
-    *("time", "elapsed_s", "iteration", "processor_percent", "memory_mib", "gpu_percent", "gpu_memory_mib"),
-]
 CPU = torch.device("cpu")
 
 
-def train(run: Any, steps: int, every_s: float = 5.0) -> tuple[list[str], list[str]]:
+def train(run: Any, steps: int) -> tuple[list[str], list[str]]:
     """The names of the threads of usage during and after the loop."""
-    with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
-        patch.setattr(usage, "EVERY_S", every_s)
-        model = network()
-        for step in loop_over(world, run, model, epochs=None, steps=steps):
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            names = usage_threads()
-        return names, usage_threads()
+    during = plain_training(network(), run_dir=run, epochs=None, steps=steps, after_fold=lambda *_: usage_threads())
+    return during[-1], usage_threads()
 
 
 def usage_threads() -> list[str]:
@@ -49,19 +39,19 @@ def usage_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return lines_of(run / "usage" / f"rank-{rank}.jsonl")
 
 
-def test_each_rank_records_its_usage_until_the_loop_ends(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_each_rank_records_its_usage_until_the_loop_ends_and_without_a_folder_none(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
     assert on_ranks(2, train, str(tmp_path), 2) == [(["ddp_loop usage"], [])] * 2
     for rank in range(2):
         (line,) = usage_of(tmp_path, rank)  # a run that is shorter than 5 s has its last line
-        assert list(line) == FIELDS
+        names = "time elapsed_s iteration processor_percent memory_mib gpu_percent gpu_memory_mib"
+        assert " ".join(line) == names
         assert line["iteration"] == 2
         assert abs(time.time() - line["time"]) < 60
         assert 50 < line["memory_mib"] < 1e6
         assert line["processor_percent"] >= 0
         assert (line["gpu_percent"], line["gpu_memory_mib"]) == (None, None)
-
-
-def test_a_run_without_a_folder_has_no_thread(on_ranks: OnRanks) -> None:
     assert on_ranks(2, train, None, 2) == [([], [])] * 2
 
 
@@ -81,14 +71,17 @@ def test_lines_come_while_it_runs_and_those_after_the_checkpoint_are_cut_on_resu
     assert [1000 <= usage_of(tmp_path, rank)[-1]["elapsed_s"] < 1100 for rank in range(2)] == [True, True]
 
 
-def burn(seconds: float) -> None:
-    while time.process_time() < seconds:
+def burn_and_wait(barrier: Any) -> None:
+    ends = time.process_time() + 0.3
+    while time.process_time() < ends:
         math.sqrt(2.0)
+    barrier.wait(20)
 
 
 def test_the_time_of_children_counts_while_they_live_and_when_they_have_ended() -> None:
-    before, barrier = processor_s(), multiprocessing.get_context("fork").Event()
-    child = multiprocessing.get_context("fork").Process(target=_burn_and_wait, args=(barrier,))
+    fork = multiprocessing.get_context("fork")
+    before, barrier = processor_s(), fork.Event()
+    child = fork.Process(target=burn_and_wait, args=(barrier,))
     child.start()
     try:
         until(lambda: processor_s() - sum(os.times()[:4]) > 0.2, "the time of a child that lives")
@@ -99,13 +92,8 @@ def test_the_time_of_children_counts_while_they_live_and_when_they_have_ended() 
     assert processor_s() - before > 0.2
 
 
-def _burn_and_wait(barrier: Any) -> None:
-    burn(time.process_time() + 0.3)
-    barrier.wait(20)
-
-
-def log_of(folder: Path, warnings: list[str], device: torch.device = CPU) -> UsageLog:
-    return UsageLog(folder, 0, device, lambda: 7, time.monotonic(), warnings.append)
+def log_of(folder: Path, warnings: list[str]) -> UsageLog:
+    return UsageLog(folder, 0, CPU, lambda: 7, time.monotonic(), warnings.append)
 
 
 def test_a_line_comes_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

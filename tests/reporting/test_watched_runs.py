@@ -7,10 +7,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,36 +20,28 @@ import ddp_loop as dl
 from ddp_loop.monitor.run_list import RunList
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
-from ddp_loop.reporting.terminal import ProgressView, Terminal
+from ddp_loop.reporting.terminal import Terminal
 from ddp_loop.reporting.throughput import TrainingLength
 from ddp_loop.sinks import csv_sink, read_csv
 from tests.support.harness import OnRanks
 from tests.support.paths import ROOT
+from tests.support.refusals import network
 from tests.support.runs import lines_of
-
-
-@contextmanager
-def limited(most: int) -> Iterator[None]:
-    """No file of this process grows beyond `most` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
+from tests.support.training import train as plain_training
+from tests.support.training import train_in
 
 # -- rows ------------------------------------------------------------------------------------------------------
 
 
-def train(folder: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, on_row: Any = None) -> list[float]:
-    """Each step's loss, of a script that adds it up in the place where it was given it."""
+def train(
+    folder: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, on_row: Any = None
+) -> tuple[list[float], list[dict[str, Any]]]:
+    """Each step's loss, of a script that adds it up in the place where it was given it, and the rows."""
     with dl.join_world(seed=0) as world:
         weight = nn.Parameter(torch.full((4,), 0.5, dtype=dtype))
         batches = dl.Batches(torch.arange(1.0, 25.0).reshape(24, 1), 4, world)
-        loop = dl.Loop(
-            batches, 1, state={"o": torch.optim.SGD([weight], lr=0.0)}, run_dir=folder, progress=False, on_row=on_row
-        )
+        state = {"o": torch.optim.SGD([weight], lr=0.0)}
+        loop = dl.Loop(batches, 1, state=state, run_dir=folder, progress=False, on_row=on_row)
         losses, total = list[float](), None
         for step in loop:
             for rows in step:
@@ -57,37 +49,39 @@ def train(folder: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, o
             loss = step.fold().loss
             losses.append(float(loss))
             total = loss if total is None else total.add_(loss)
-        return losses
+    return losses, lines_of(Path(folder) / "rows.jsonl") if world.rank == 0 else []
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e20, 1e-24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128, torch.complex64])
+SIZES = [
+    *((torch.float32, 1.0), (torch.float32, 1e20), (torch.float32, 1e-24), (torch.float64, 1.0)),
+    *((torch.complex128, 1.0), (torch.complex64, 1e20), (torch.complex64, 1e-24)),
+]
+
+
+def train_in_sizes(folder: str) -> list[tuple[list[float], list[dict[str, Any]]]]:
+    return [train(f"{folder}/{number}", *each) for number, each in enumerate(SIZES)]
+
+
 def test_the_norm_is_right_also_where_squares_have_no_room_and_what_a_script_does_to_its_loss_is_not_told(
-    dtype: torch.dtype, scale: float, on_ranks: OnRanks, tmp_path: Path
+    on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    losses = on_ranks(2, train, str(tmp_path), dtype, scale)[0]
-    rows = lines_of(tmp_path / "rows.jsonl")
-    assert [row["loss"] for row in rows] == losses  # |4 * 0.5| * mean, and each of the 4 gradients is the mean
-    assert [row["gradient_norm"] for row in rows] == pytest.approx(losses, rel=1e-6)
+    for losses, rows in on_ranks(2, train_in_sizes, str(tmp_path))[0]:
+        assert [row["loss"] for row in rows] == losses  # |4 * 0.5| * mean, and each of the 4 gradients is the mean
+        assert [row["gradient_norm"] for row in rows] == pytest.approx(losses, rel=1e-6)
 
 
 def train_nothing() -> list[float]:
-    with dl.join_world() as world:
-        empty, outside = nn.Parameter(torch.zeros(0)), torch.ones((), requires_grad=True)
-        told: list[float] = []
-        loop = dl.Loop(
-            dl.Batches(torch.ones(4), 2, world), 1, state={"o": torch.optim.SGD([empty], lr=0.1)}, progress=False,
-            on_row=lambda row: told.append(row["gradient_norm"]),
-        )  # fmt: skip
-        for step in loop:
-            for rows in step:
-                step.backward(empty.sum() + outside * rows.sum())
-            step.fold()
-        return told
+    empty, outside, told = nn.Parameter(torch.zeros(0)), torch.ones((), requires_grad=True), list[float]()
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return empty.sum() + outside * rows.sum()
+
+    plain_training(nn.ParameterList([empty]), loss, on_row=lambda row: told.append(row["gradient_norm"]))
+    return told
 
 
 def test_parameters_without_elements_have_a_norm_of_0(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, train_nothing)[0] == [0.0, 0.0]
+    assert on_ranks(2, train_nothing)[0] == [0.0] * 4
 
 
 def refuse_the_second(row: dict[str, float]) -> None:
@@ -150,15 +144,13 @@ def fail_in_a_replaced_folder(folder: str) -> None:
         Path(folder).rename(f"{folder}, moved")
         Path(folder).mkdir()
 
+    def fail(*_: object) -> None:
+        world.on_rank_zero(replace)
+        if world.rank == 0:
+            raise LookupError("planted")
+
     with dl.join_world() as world:
-        model = nn.Linear(1, 1)
-        for step in dl.Loop(dl.Batches(torch.ones(8, 1), 2, world), 1, state={"model": model}, run_dir=folder):
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
-            world.on_rank_zero(replace)
-            if world.rank == 0:
-                raise LookupError("planted")
+        train_in(world, network(), run_dir=folder, after_fold=fail)
 
 
 def test_no_rank_writes_how_it_ended_into_another_runs_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -174,8 +166,13 @@ def test_a_table_on_a_disk_that_was_full_has_each_row_once(tmp_path: Path) -> No
     sink.flush()
     for number in range(4, 8):
         sink({"iteration": number, "loss": 0.5})
-    with limited((tmp_path / "rows.csv").stat().st_size + 9), pytest.raises(OSError, match="File too large"):
-        sink.flush()
+    size, (soft, hard) = (tmp_path / "rows.csv").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, hard))  # no file of this process grows beyond it
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     sink.close()
     assert [int(row["iteration"]) for row in read_csv(tmp_path / "rows.csv")] == list(range(1, 8))
 
@@ -183,24 +180,16 @@ def test_a_table_on_a_disk_that_was_full_has_each_row_once(tmp_path: Path) -> No
 # -- the terminal, the page ------------------------------------------------------------------------------------
 
 
-class Gone:
-    """A display whose terminal was closed."""
-
-    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
-        raise OSError(5, "Input/output error")
-
-    def close(self) -> None:
-        raise OSError(5, "Input/output error")
-
-
-@pytest.mark.parametrize("shows", [False, True])
-def test_a_terminal_that_is_gone_raises_nothing(shows: bool) -> None:
-    said: list[str] = []
-    terminal = Terminal(said.append, TrainingLength(), 0.0, Gone())
-    if shows:
-        terminal.take(RowMeta(1, 1, 4, 0.5, True), {"loss": 1.0})
-    terminal.close("stopped after step 1")
-    assert said[-1] == "stopped after step 1"
+def test_a_terminal_that_is_gone_raises_nothing() -> None:
+    gone = Mock(side_effect=OSError(5, "Input/output error"))
+    for shows in (False, True):
+        said: list[str] = []
+        terminal = Terminal(said.append, TrainingLength(), 0.0, SimpleNamespace(draw=gone, close=gone))
+        if shows:
+            terminal.take(RowMeta(1, 1, 4, 0.5, True), {"loss": 1.0})
+        terminal.close("stopped after step 1")
+        assert said[-1] == "stopped after step 1"
+    assert gone.called
 
 
 def test_a_folder_named_by_dots_has_a_key_of_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import ddp_loop as dl
 from ddp_loop.sinks import RunStart, csv_sink, read_csv, tensorboard_sink
 from ddp_loop.sinks.tensorboard import as_markdown
 from tests.support.harness import OnRanks
+from tests.support.refusals import network
 from tests.support.runs import log_everything
+from tests.support.training import train as plain_training
 
 
 def points_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -32,59 +30,57 @@ def points_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: sorted((one.step, one.value) for one in events.Scalars(name)) for name in events.Tags()["scalars"]}
 
 
-def train(folder: str, stop_at: int = 0, every_s: float = 0.0) -> list[dict[str, Any]]:
+def log_all(folder: str, stop_at: int = 0, every_s: float = 0.0) -> list[dict[str, Any]]:
     """Two sinks and a function of one's own; what that was given."""
-    with dl.join_world(seed=0) as world:
-        torch.manual_seed(1)
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rows: list[dict[str, Any]] = []
-        receivers = [csv_sink(f"{folder}/new/rows.csv"), tensorboard_sink(f"{folder}/board", every_s), rows.append]
-        data = torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
-        state = {"model": model, "optimizer": optimizer}
-        options: dict[str, Any] = {"run_dir": f"{folder}/run", "on_row": receivers, "progress": False}
-        loop = dl.Loop(dl.Batches(data, 7, world), 4, state=state, **options)
-        with suppress(dl.Stopped):
-            for step in loop:
-                for inputs in step:
-                    loss = model(inputs).square()
-                    step.backward(loss.mean(), large=loss.squeeze(1) > 1)
-                if step.iteration == stop_at:
-                    loop.stop()
-                step.fold()
-                optimizer.step()
-        return rows
+    rows: list[dict[str, Any]] = []
+    sinks = [csv_sink(f"{folder}/new/rows.csv"), tensorboard_sink(f"{folder}/board", every_s), rows.append]
+    log_everything(folder, sinks, stop_at)
+    return rows
 
 
-@pytest.mark.covers("E7")
-def test_csv_and_tensorboard_get_each_row_also_when_the_run_goes_on(on_ranks: OnRanks, tmp_path: Path) -> None:
-    rows = on_ranks(3, train, str(tmp_path), 5)[0]
-    assert len(rows) == 5
-    rows += on_ranks(2, train, str(tmp_path))[0]
-    assert [row["iteration"] for row in rows] == list(range(1, 13))
+@pytest.mark.covers("E7", "J7")
+@pytest.mark.parametrize("stop_at", [3, 5])
+def test_rows_evaluations_and_logged_values_reach_csv_and_tensorboard_once_also_when_the_run_goes_on(
+    stop_at: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    rows = on_ranks(3, log_all, str(tmp_path), stop_at)[0]
+    assert len(rows) == stop_at
+    rows += on_ranks(2, log_all, str(tmp_path))[0]
     table = read_csv(tmp_path / "new" / "rows.csv")
     assert [{name: float(value) for name, value in row.items()} for row in table] == rows
     points = points_of(tmp_path / "board")
-    assert set(points) == {"loss", "large", "gradient_norm", "learning_rate", "samples_per_s"}
-    for name, told in points.items():
-        assert [step for step, _ in told] == list(range(1, 13))
-        assert [value for _, value in told] == pytest.approx([row[name] for row in rows], rel=1e-6)  # float32
-    assert all(not rank for rank in on_ranks(3, train, str(tmp_path / "other"), 0)[1:])  # only rank 0 has rows
+    of_rows = {"loss", "gradient_norm", "learning_rate", "samples_per_s"}
+    assert set(points) == {*of_rows, "second", "score", "evaluation/size", "evaluation/after"}
+    for name in of_rows:
+        assert [step for step, _ in points[name]] == list(range(1, 10))
+        assert [value for _, value in points[name]] == pytest.approx([row[name] for row in rows], rel=1e-6)  # float32
+    assert points["second"] == [(n, n / 2) for n in range(1, 10)]
+    assert points["score"] == [(3, 1.0), (6, 2.0), (9, 3.0)]
+    assert [step for step, _ in points["evaluation/size"]] == [3, 6, 9]
+    assert [step for step, _ in points["evaluation/after"]] == [9]
+    evaluated = read_csv(tmp_path / "new" / "rows.evaluations.csv")
+    assert [(one["iteration"], bool(one["size"]), bool(one["after"])) for one in evaluated] == [
+        *(("3", True, False), ("6", True, False), ("9", True, False)),
+        ("9", False, True),
+    ]
+    logged = read_csv(tmp_path / "new" / "rows.logged.csv")
+    for name in ("second", "score"):
+        assert [(int(one["iteration"]), float(one[name])) for one in logged if one[name]] == points[name]
 
 
 @pytest.mark.covers("E7")
 def test_tensorboard_gets_the_mean_of_rows_that_come_quickly(tmp_path: Path) -> None:
-    rows = train(str(tmp_path), every_s=1e9)  # more than any machine has been up
+    rows = log_all(str(tmp_path), every_s=1e9)  # more than any machine has been up
     points = points_of(tmp_path / "board")
     (first, one), *others = points["loss"]
     assert first == 1
     assert one == pytest.approx(rows[0]["loss"])
-    weights = [row["samples"] for row in rows]
     # A point is written before the checkpoint at each epoch's end, and at the end.
-    assert [step for step, _ in others] == [3, 6, 9, 12]
-    for (step, value), begins in zip(others, (1, 3, 6, 9), strict=True):
-        mean = sum(w * row["loss"] for w, row in list(zip(weights, rows, strict=True))[begins:step])
-        assert value == pytest.approx(mean / sum(weights[begins:step]))
+    assert [step for step, _ in others] == [3, 6, 9]
+    for (step, value), begins in zip(others, (1, 3, 6), strict=True):
+        part = rows[begins:step]
+        mean = sum(row["samples"] * row["loss"] for row in part) / sum(row["samples"] for row in part)
+        assert value == pytest.approx(mean)
     assert points["learning_rate"][-1][1] == pytest.approx(0.1)
 
 
@@ -145,15 +141,6 @@ def test_values_that_are_not_finite_are_nan_in_files_and_points(tmp_path: Path) 
     assert [math.isnan(value) for _, value in points_of(tmp_path / "board")["evaluation/score"]] == [True]
 
 
-def test_a_board_that_is_closed_has_the_rows_that_waited(tmp_path: Path) -> None:
-    sink = tensorboard_sink(tmp_path, 1e9)
-    sink.begin(RunStart(None, {}, 0, "run"))
-    for iteration in (1, 2):
-        sink(row(iteration))
-    sink.close()
-    assert [step for step, _ in points_of(tmp_path)["loss"]] == [1, 2]
-
-
 def test_a_sink_opens_nothing_before_its_first_row(tmp_path: Path) -> None:
     for sink in (csv_sink(tmp_path / "rows.csv"), tensorboard_sink(tmp_path / "board")):
         sink.flush()
@@ -178,44 +165,10 @@ class Clearing:
 
 
 def test_what_a_receiver_does_to_its_row_the_next_one_does_not_see() -> None:
-    seen: list[dict[str, Any]] = []
-    with dl.join_world() as world:
-        model = nn.Linear(1, 1)
-        receivers: list[Any] = [lambda row: row.clear(), Clearing(), seen.append]
-        loop = dl.Loop(dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": model}, on_row=receivers, progress=False)
-        for step in loop:
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
-    assert [one["iteration"] for one in seen] == [1, 2]
-
-
-def log_all(folder: str, stop_at: int = 0) -> None:
-    log_everything(folder, [csv_sink(f"{folder}/rows.csv"), tensorboard_sink(f"{folder}/board", 0.0)], stop_at)
-
-
-@pytest.mark.covers("J7")
-@pytest.mark.parametrize("stop_at", [0, 3, 5])
-def test_evaluations_and_logged_values_reach_csv_and_tensorboard_once(
-    stop_at: int, on_ranks: OnRanks, tmp_path: Path
-) -> None:
-    if stop_at:
-        on_ranks(2, log_all, str(tmp_path), stop_at)
-    on_ranks(2, log_all, str(tmp_path))
-    points = points_of(tmp_path / "board")
-    assert points["second"] == [(n, n / 2) for n in range(1, 10)]
-    assert points["score"] == [(3, 1.0), (6, 2.0), (9, 3.0)]
-    assert [step for step, _ in points["evaluation/size"]] == [3, 6, 9]
-    assert [step for step, _ in points["evaluation/after"]] == [9]
-    assert [step for step, _ in points["loss"]] == list(range(1, 10))
-    evaluated = read_csv(tmp_path / "rows.evaluations.csv")
-    assert [(one["iteration"], bool(one["size"]), bool(one["after"])) for one in evaluated] == [
-        *(("3", True, False), ("6", True, False), ("9", True, False)),
-        ("9", False, True),
-    ]
-    logged = read_csv(tmp_path / "rows.logged.csv")
-    assert [(int(one["iteration"]), float(one["second"])) for one in logged if one["second"]] == points["second"]
-    assert [(int(one["iteration"]), float(one["score"])) for one in logged if one["score"]] == points["score"]
+    seen: list[int] = []
+    receivers: list[Any] = [lambda row: row.clear(), Clearing(), lambda row: seen.append(row["iteration"])]
+    plain_training(network(), on_row=receivers)
+    assert seen == [1, 2, 3, 4]
 
 
 def test_texts_images_and_tables_reach_tensorboard(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -233,9 +186,11 @@ def test_texts_images_and_tables_reach_tensorboard(on_ranks: OnRanks, tmp_path: 
     assert [(one.step, one.width, one.height) for one in events.Images("picture")] == [(n, 5, 4) for n in (3, 6, 9)]
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.logged.csv", "rows.evaluations.csv"])
-def test_a_csv_file_that_cannot_be_written_is_a_warning(name: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
+def test_csv_files_that_cannot_be_written_stop_neither_training_nor_other_sinks(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    for name in ("rows.csv", "rows.logged.csv", "rows.evaluations.csv"):
+        (tmp_path / "new" / name).mkdir(parents=True)
     on_ranks(2, log_all, str(tmp_path))
     assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == 9
     assert [step for step, _ in points_of(tmp_path / "board")["second"]] == list(range(1, 10))

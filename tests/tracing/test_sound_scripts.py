@@ -99,7 +99,6 @@ LANGUAGE = """
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rates.step()
-        STEPPED
 """
 
 TOKENS = """
@@ -155,7 +154,7 @@ STREAM = """
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             for number in range(60):
-                yield x[number] + SAMPLE, y[number]
+                yield x[number], y[number]
 
     model = nn.Linear(6, 3)
     optimizer = torch.optim.Muon([model.weight], 0.01)
@@ -189,7 +188,7 @@ AUTOENCODER = """
             made, mean, spread = model(a)
             loss = F.binary_cross_entropy(made, a, reduction="none").sum()
             loss = loss - 0.5 * (1 + spread - mean.square() - spread.exp()).sum()
-            step.backward(loss DIVIDED)
+            step.backward(loss)
         step.fold()
         optimizer.step()
 """
@@ -210,20 +209,20 @@ DRAWN_EVALUATION = """
         dl.evaluate(nn.Sequential(model, Always(0.5)), test, loss=F.cross_entropy)
 """
 
-SOUND = {
-    "an evaluation that draws, of fixed shards": DRAWN_EVALUATION.replace("SHARDS", ", shards=6"),
-    "an evaluation that draws": DRAWN_EVALUATION.replace("SHARDS", ""),
-    "two networks in two passes": TWO_NETWORKS.replace("SECOND", ""),
-    "a closure": CLOSURE,
-    "synced batch norm, and an averaged model": PICTURES.replace("AVERAGED", "pass"),
-    "a language model": LANGUAGE.replace("STEPPED", "pass"),
-    "a mean over tokens": TOKENS,
-    "a loss of the whole mini-batch": WHOLE,
-    "lists of boxes": BOXES.replace("DRAWN", "0"),
-    "a stream, and a rate that follows an evaluation": STREAM.replace("SAMPLE", "0"),
-}
+SOUND = [
+    DRAWN_EVALUATION.replace("SHARDS", ", shards=6"),
+    DRAWN_EVALUATION.replace("SHARDS", ""),
+    TWO_NETWORKS.replace("SECOND", ""),
+    CLOSURE,
+    PICTURES.replace("AVERAGED", "pass"),
+    LANGUAGE,
+    TOKENS,
+    WHOLE,
+    BOXES.replace("DRAWN", "0"),
+    STREAM,
+]
 
-SCALES, WEIGHS = "a loss that scales with the shard", "Then give weight="
+SCALES = "a loss that scales with the shard"
 UNSOUND = {
     "an evaluation that draws, of a batch size that follows the ranks": (
         DRAWN_EVALUATION.replace("SHARDS", "").replace("(x, y), 20", "(x, y), 20 * world.size"),
@@ -240,49 +239,17 @@ UNSOUND = {
         "`parameter average.module.6.weight` is off",
         "the same gradients gave another state",
     ),
-    "the statistics of an averaged model, by a thousandth": (
-        PICTURES.replace("AVERAGED", "average.module[0][1].running_var *= 1 + 1e-3 * world.size"),
-        "`buffer average.module.0.1.running_var` is off",
-        "the same gradients gave another state",
-    ),
-    "decay by the ranks of words that are not there": (
-        LANGUAGE.replace(
-            "STEPPED", "with torch.no_grad(): model.words.weight[50:] *= 1 - 0.1 * world.size * rates.get_last_lr()[0]"
-        ),
-        "`parameter model.words.weight` is off",
-        "the same gradients gave another state",
-    ),
     "a mean over tokens without their number": (
         TOKENS.replace(", weight=int((a[:, 1:] != 0).sum())", ""),
         "Step 1, fold",
-        WEIGHS,
-    ),
-    "a mean over boxes without their number": (
-        BOXES.replace("DRAWN", "0").replace(", weight=number", ""),
-        "Step 1, fold",
-        WEIGHS,
-    ),
-    "a loss per box, all added up": (
-        BOXES.replace("DRAWN", "0").replace(" / number, weight=number", ""),
-        "Step 1, fold",
-        SCALES,
+        "Then give weight=",
     ),
     "entropy in lists": (
         BOXES.replace("DRAWN", "int.from_bytes(os.urandom(1), 'little')"),
         "Step 1, data: `part 0, 0 of each sample, sample ",
         "a generator of your own",
     ),
-    "entropy in a stream": (
-        STREAM.replace("SAMPLE", "int.from_bytes(os.urandom(1), 'little')"),
-        "Step 1, data: `part 0, sample ",
-        "a generator of your own",
-    ),
-    "an autoencoder's sum": (AUTOENCODER.replace("DIVIDED", ""), "Step 1, fold", SCALES),
-    "an autoencoder's mean, with noise": (
-        AUTOENCODER.replace("DIVIDED", "/ len(a)"),
-        "Step 1, fold",
-        "its random numbers (dropout)",
-    ),
+    "an autoencoder's sum": (AUTOENCODER, "Step 1, fold", SCALES),
 }
 
 
@@ -291,10 +258,9 @@ def verdict(script: str, pool: Pool, folder: Path) -> tuple[bool, str]:
 
 
 @pytest.mark.covers("H9")
-@pytest.mark.parametrize("script", SOUND)
 @pytest.mark.slow
-def test_a_correct_script_of_any_kind_is_equal(script: str, pool: Pool, tmp_path: Path) -> None:
-    equal, said = verdict(SOUND[script], pool, tmp_path)
+def test_correct_scripts_of_many_kinds_are_equal(pool: Pool, tmp_path: Path) -> None:
+    equal, said = verdict("".join(SOUND), pool, tmp_path)
     assert equal, said
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from ddp_loop.tracing.trace import read_trace
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
+from tests.support.runs import lines_of
+from tests.support.serving import write_lines
 
-STEPS = 24
+STEPS = 10
 
 
 def network(width: int = 8) -> nn.Sequential:
@@ -27,29 +30,33 @@ def network(width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 3))
 
 
-def train(folder: str, fault: str = "", width: int = 8, shards: int = 4, steps: int = STEPS, trace: bool = True) -> str:
-    """Train a small network with momentum and return a digest of its weights. A fault begins at step 17."""
-    with dl.join_world(seed=5) as world:
+def train(
+    folder: str, fault: str = "", width: int = 8, shards: int = 4, steps: int = STEPS, leave_at: int = 0, **options: Any
+) -> str:
+    """Train a small network with momentum and return a digest of its weights. A fault begins at step 7."""
+    with suppress(ZeroDivisionError), dl.join_world(seed=5) as world:
         model = network(width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         inputs, labels = make_data((6,), 60)
         batches = dl.Batches((inputs.float(), labels), 12, world, shards=shards)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, steps=steps, state=state, run_dir=folder, progress=False, trace=trace)
+        options = {"run_dir": folder, "progress": False, "trace": True, **options}
+        loop = dl.Loop(batches, steps=steps, state={"model": model, "optimizer": optimizer}, **options)
         model[4].register_full_backward_pre_hook(
-            lambda _, slopes: (1.001 * next(iter(slopes)),) if fault == "gradient" and loop.iteration == 17 else slopes
+            lambda _, slopes: (1.001 * next(iter(slopes)),) if fault == "gradient" and loop.iteration == 7 else slopes
         )
         for step in loop:
             for number, (inputs, labels) in enumerate(step):
-                if fault == "noise" and step.iteration == 17 and number == 0:
+                if fault == "noise" and step.iteration == 7 and number == 0:
                     torch.rand(1)
-                metric = torch.tensor(float(fault == "metric" and 17 <= step.iteration < 20))
+                metric = torch.tensor(float(fault == "metric" and 7 <= step.iteration < 9))
                 step.backward(cross_entropy(model(inputs), labels), level=metric)
             step.fold()
-            if fault == "rate" and step.iteration == 17:
+            if fault == "rate" and step.iteration == 7:
                 optimizer.param_groups[0]["lr"] = 0.06
             optimizer.step()
-        return digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+            if step.iteration == leave_at:
+                raise ZeroDivisionError
+    return digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
 
 
 def said_of(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[int, str, str]:
@@ -59,56 +66,40 @@ def said_of(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[int, str, 
 
 
 @pytest.mark.covers("H10")
-@pytest.mark.parametrize(
-    ("fault", "where"),
-    [
-        ("gradient", "Step 17, backward: `shard 0, gradient of model.4.bias` differs first"),
-        ("noise", "Step 17, forward: `shard 0, loss` differs first"),
-        ("rate", "Step 17, optimizer: `optimizer, group 0.lr` differs first"),
-    ],
-)
-@pytest.mark.slow
 def test_a_fault_is_found_where_it_was_planted(
-    fault: str, where: str, on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_ranks(2, train, str(tmp_path / "a"))
-    on_ranks(2, train, str(tmp_path / "b"), fault)
-    code, out, _ = said_of(capsys, tmp_path / "a", tmp_path / "b")
-    assert code == 1
-    assert "The same bits from step 0 to step 16." in out
-    assert where in out
-    assert "They differ to the end, step 24." in out
-
-
-@pytest.mark.covers("H10")
-def test_a_temporary_fault_is_found_with_its_end(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_ranks(2, train, str(tmp_path / "a"))
-    on_ranks(2, train, str(tmp_path / "b"), "metric")
-    code, out, _ = said_of(capsys, tmp_path / "a", tmp_path / "b")
-    assert code == 1
-    assert "Step 17, forward: `shard 0, level` differs first" in out
-    assert "The same bits again from step 20 on." in out
+    on_ranks(2, train, str(tmp_path / "sound"))
+    for fault, where in {
+        "gradient": "Step 7, backward: `shard 0, gradient of model.4.bias` differs first",
+        "noise": "Step 7, forward: `shard 0, loss` differs first",
+        "rate": "Step 7, optimizer: `optimizer, group 0.lr` differs first",
+        "metric": "Step 7, forward: `shard 0, level` differs first",
+    }.items():
+        on_ranks(2, train, str(tmp_path / fault), fault)
+        code, out, _ = said_of(capsys, tmp_path / "sound", tmp_path / fault)
+        assert code == 1
+        assert "The same bits from step 0 to step 6." in out
+        assert where in out
+        is_over = fault == "metric"
+        assert ("The same bits again from step 9 on." if is_over else "They differ to the end, step 10.") in out
 
 
 @pytest.mark.covers("H7", "H10")
-def test_runs_on_other_numbers_of_ranks_have_the_same_trace(
+def test_runs_on_other_numbers_of_ranks_have_the_same_trace_which_changes_no_bit(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    digests = {on_ranks(ranks, train, str(tmp_path / str(ranks)))[0] for ranks in (1, 3)}
-    assert len(digests) == 1
+    digests = {on_ranks(ranks, train, str(tmp_path / str(ranks)), steps=6)[0] for ranks in (1, 3)}
+    assert {*on_ranks(2, train, str(tmp_path / "without"), steps=6, trace=False)} == digests
     code, out, _ = said_of(capsys, tmp_path / "1", tmp_path / "3")
-    assert (code, out.splitlines()[-1]) == (0, "The same bits in all 25 steps that both have.")
-
-
-def test_a_trace_changes_no_bit(on_ranks: OnRanks, tmp_path: Path) -> None:
-    with_trace, without = (on_ranks(2, train, str(tmp_path / str(trace)), trace=trace)[0] for trace in (True, False))
-    assert with_trace == without
+    assert (code, out.splitlines()[-1]) == (0, "The same bits in all 7 steps that both have.")
+    assert not (tmp_path / "without" / "trace").exists()
 
 
 def test_every_stage_has_its_entries(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, train, str(tmp_path), steps=1)
+    head, *steps = lines_of(tmp_path / "trace" / "rank-0.jsonl")
+    assert (head["ranks"], head["shards"], [step["step"] for step in steps]) == (2, 4, [0, 1])
     trace = read_trace(tmp_path)
     assert trace.numbers == [0, 1]
     names = {stage: [name for kind, name in trace.whole(1) if kind == stage] for stage, _ in trace.whole(1)}
@@ -128,7 +119,7 @@ def test_every_stage_has_its_entries(on_ranks: OnRanks, tmp_path: Path) -> None:
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
-def test_runs_with_different_shapes_are_refused(
+def test_runs_that_cannot_be_compared_are_refused(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for width in (8, 9):
@@ -137,6 +128,10 @@ def test_runs_with_different_shapes_are_refused(
     assert code == 2
     assert "model.0.weight is float32 (8, 6) in" in errors
     assert "Compare runs of the same model" in errors
+    shutil.rmtree(tmp_path / "9" / "trace")
+    code, _, errors = said_of(capsys, tmp_path / "9", tmp_path / "nowhere")
+    assert code == 2
+    assert "has no trace. Run the script again with Loop(trace=True)" in errors
 
 
 def test_runs_with_different_shards_are_compared_by_whole_mini_batches(
@@ -148,15 +143,6 @@ def test_runs_with_different_shards_are_compared_by_whole_mini_batches(
     assert code == 1
     assert "only values of the whole mini-batch are compared" in out
     assert "Step 1, fold: `loss` differs first" in out
-
-
-def test_runs_without_a_trace_are_refused(
-    on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_ranks(1, train, str(tmp_path / "a"), steps=1, trace=False)
-    code, _, errors = said_of(capsys, tmp_path / "a", tmp_path / "nowhere")
-    assert code == 2
-    assert "has no trace. Run the script again with Loop(trace=True)" in errors
 
 
 def test_a_killed_run_is_compared_up_to_its_last_step(
@@ -220,87 +206,49 @@ def test_the_leaves_of_a_state_have_names() -> None:
     }
 
 
-def test_a_trace_is_lines_of_json(on_ranks: OnRanks, tmp_path: Path) -> None:
-    on_ranks(1, train, str(tmp_path), steps=1)
-    head, *steps = map(json.loads, (tmp_path / "trace" / "rank-0.jsonl").read_text().splitlines())
-    assert (head["ranks"], head["shards"], [step["step"] for step in steps]) == (1, 4, [0, 1])
-
-
 # -- a run that was killed and resumed -----------------------------------------------------------------------
 
 
-def train_in_parts(folder: str, until: int, *, fails: bool) -> None:
-    """Steps of a run with a checkpoint after every third one, left by an exception after a step, or stopped."""
-    with suppress(ZeroDivisionError), dl.join_world(seed=5) as world:
-        model = network()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        inputs, labels = make_data((6,), 60)
-        batches = dl.Batches((inputs.float(), labels), 12, world, shards=4)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, steps=until, state=state, run_dir=folder, progress=False, trace=True, save_every=3)
-        for step in loop:
-            for inputs, labels in step:
-                step.backward(cross_entropy(model(inputs), labels))
-            step.fold()
-            optimizer.step()
-            if fails and step.iteration == until - 1:
-                raise ZeroDivisionError
-
-
-def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()[1:]]
+def steps_in(run: Path) -> list[int]:
+    return [line["step"] for line in lines_of(run / "trace" / "rank-0.jsonl")[1:]]
 
 
 @pytest.mark.slow
 @pytest.mark.covers("H10")
-@pytest.mark.parametrize("ranks", [(2, 2, 2), (2, 1, 3), (1, 3, 2)])
 def test_a_killed_and_resumed_run_has_the_trace_of_the_undisturbed_one(
-    ranks: tuple[int, int, int], on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second, third = ranks
-    on_ranks(1, train_in_parts, str(tmp_path / "whole"), 12, fails=False)
-    on_ranks(
-        first, train_in_parts, str(tmp_path / "parts"), 6, fails=True
-    )  # it left steps 4 and 5 without a checkpoint
-    assert steps_in(tmp_path / "parts" / "trace" / "rank-0.jsonl")[-1] in (4, 5)
-    on_ranks(second, train_in_parts, str(tmp_path / "parts"), 7, fails=False)
-    on_ranks(third, train_in_parts, str(tmp_path / "parts"), 12, fails=False)
-    assert steps_in(tmp_path / "parts" / "trace" / "rank-0.jsonl") == [0, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 9, 10, 11, 12]
-    code, out, _ = said_of(capsys, tmp_path / "whole", tmp_path / "parts")
-    assert (code, out.splitlines()[-1]) == (0, "The same bits in all 13 steps that both have.")
-    code, out, _ = said_of(capsys, tmp_path / "parts", tmp_path / "whole")
-    assert code == 0
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    on_ranks(1, train, str(whole), steps=12)
+    on_ranks(2, train, str(parts), steps=6, leave_at=5, save_every=3)  # it left steps 4 and 5 without a checkpoint
+    assert steps_in(parts)[-1] in (4, 5)
+    for ranks, steps in ((1, 7), (3, 12)):
+        on_ranks(ranks, train, str(parts), steps=steps, save_every=3)
+    assert steps_in(parts) == [0, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 9, 10, 11, 12]
+    for runs in ((whole, parts), (parts, whole)):
+        code, out, _ = said_of(capsys, *runs)
+        assert (code, out.splitlines()[-1]) == (0, "The same bits in all 13 steps that both have.")
 
 
 @pytest.mark.covers("H10")
-@pytest.mark.parametrize("kept", [True, False])
 def test_a_restored_state_that_differs_is_found_where_the_run_resumed(
-    kept: bool, on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_ranks(1, train_in_parts, str(tmp_path / "whole"), 6, fails=False)
-    on_ranks(1, train_in_parts, str(tmp_path / "parts"), 3, fails=False)
-    path = tmp_path / "parts" / "trace" / "rank-0.jsonl"
-    if not kept:
-        path.unlink()
-    on_ranks(1, train_in_parts, str(tmp_path / "parts"), 6, fails=False)
-    assert said_of(capsys, tmp_path / "whole", tmp_path / "parts")[0] == 0
-    lines = path.read_text().splitlines()
-    place = next(number for number, line in enumerate(lines) if '"step": 3' in line and '["start"' in line)
-    start = json.loads(lines[place])
-    start["entries"][-1][2] = "0" * 32
-    path.write_text("\n".join([*lines[:place], json.dumps(start), *lines[place + 1 :]]) + "\n")
-    code, out, _ = said_of(capsys, tmp_path / "whole", tmp_path / "parts")
-    assert code == 1
-    name = start["entries"][-1][1]
-    assert f"After step 3, where a run resumed: `{name}` differs first: the restored state differs." in out
-
-
-def test_a_run_that_starts_over_moves_its_trace(on_ranks: OnRanks, tmp_path: Path) -> None:
-    on_ranks(1, train, str(tmp_path), steps=2)
-    with dl.join_world() as world:
-        loop = dl.Loop(
-            dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": nn.Linear(1, 1)}, run_dir=tmp_path, resume=False
-        )
-        assert loop.iteration == 0
-    assert steps_in(tmp_path / "before" / "1" / "trace" / "rank-0.jsonl") == [0, 1, 2]
-    assert not (tmp_path / "trace").exists()
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    on_ranks(1, train, str(whole), steps=6)
+    on_ranks(1, train, str(half), steps=3)
+    for kept in (True, False):
+        parts = Path(shutil.copytree(half, tmp_path / f"parts, {kept}"))
+        path = parts / "trace" / "rank-0.jsonl"
+        if not kept:
+            path.unlink()
+        on_ranks(1, train, str(parts), steps=6)
+        assert said_of(capsys, whole, parts)[0] == 0
+        lines = lines_of(path)
+        start = next(line for line in lines if line.get("step") == 3 and line["entries"][0][0] == "start")
+        start["entries"][-1][2] = "0" * 32
+        write_lines(path, lines)
+        code, out, _ = said_of(capsys, whole, parts)
+        assert code == 1
+        name = start["entries"][-1][1]
+        assert f"After step 3, where a run resumed: `{name}` differs first: the restored state differs." in out
