@@ -18,12 +18,12 @@ import pytest
 
 from ddp_loop.checkpoint import is_running
 from tests.support.browsing import NEEDS_BROWSER, Visit
-from tests.support.harness import until
+from tests.support.harness import TASK_S, until
 from tests.support.serving import row, served, write_run
 
 pytestmark = NEEDS_BROWSER
 WINDOW = (1400, 900)
-BEGINS_S = 60.0  # for Python to import torch and make the first steps
+BEGINS_S = 2 * TASK_S  # for Python to import torch and make the first steps on a busy machine
 SCRIPT = """
 import torch
 import ddp_loop as dl
