@@ -29,7 +29,7 @@ def page(run: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def client(page: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=page.base, timeout=WAIT_S) as client:
+    with httpx.Client(base_url=page.base, headers=page.headers, timeout=WAIT_S) as client:
         yield client
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import AXES, MetricSeries, places_on
-from tests.support.serving import Served, row, write_lines, write_run
-
-ALL: dict[str, Any] = {"points": 500, "smoothing": 0, "first": 0, "last": 10**9}
+from tests.support.serving import row, write_lines, write_run
 
 
 def series_of(*lines: tuple[int, int | None, float | None]) -> MetricSeries:
@@ -31,23 +27,12 @@ def test_the_last_step_of_an_epoch_lies_at_its_end_and_the_others_evenly_before_
     assert places_on("epoch", rows, rows, 8)[-1] == 2.25  # but for what the run says
     assert places_on("time", rows, rows, None).tolist() == [k / 10 for k in range(1, 11)]
     assert places_on("step", rows, rows, None).tolist() == list(range(1, 11))
-
-
-def test_an_epoch_ends_where_the_run_says_if_rows_are_seldom_and_allow_it() -> None:
-    rows = series_of(*[(k, (k - 1) // 50 + 1, k / 10) for k in range(3, 401, 3)])
-    assert places_on("epoch", rows, rows, 50).tolist() == [round(k / 50, 5) for k in range(3, 401, 3)]
-    found = places_on("epoch", rows, rows, 70).tolist()  # which is not so
+    seldom = series_of(*[(k, (k - 1) // 50 + 1, k / 10) for k in range(3, 401, 3)])
+    assert places_on("epoch", seldom, seldom, 50).tolist() == [round(k / 50, 5) for k in range(3, 401, 3)]
+    found = places_on("epoch", seldom, seldom, 70).tolist()  # which is not so
     assert (found[:16:15], found[-1]) == ([3 / 48, 1], 7 + round(51 / 70, 5))
-
-
-def test_a_step_that_a_row_has_in_the_next_epoch_does_not_end_the_one_before() -> None:
-    rows = series_of(*[(k, 1 if k < 50 else 2, 0.0) for k in range(1, 53)])
-    assert places_on("epoch", rows, rows, 50)[48] == 1
-
-
-def test_times_of_a_damaged_file_stay_on_the_axis() -> None:
-    rows = series_of((1, 1, -5.0), (2, 1, 3.0), (3, 1, 1e300))
-    assert places_on("time", rows, rows, None).tolist() == [0, 3, 1e9]
+    early = series_of(*[(k, 1 if k < 50 else 2, 0.0) for k in range(1, 53)])
+    assert places_on("epoch", early, early, 50)[48] == 1  # step 50 of the next epoch does not end the one before
 
 
 def test_evaluations_and_logged_values_lie_on_the_epochs_of_the_rows() -> None:
@@ -57,42 +42,34 @@ def test_evaluations_and_logged_values_lie_on_the_epochs_of_the_rows() -> None:
     assert places_on("time", logged, rows, 100).tolist() == [0, 5, 99]
 
 
-@pytest.mark.parametrize(
-    ("lines", "epochs", "seconds"),
-    [
+def test_lines_without_epochs_or_times_have_places_too() -> None:
+    for lines, epochs, seconds in (
         ((), [], []),
         (((5, 1, 2.0),), [1], [2]),
         (((1, None, None), (2, None, None)), [0.5, 1], [0, 0]),
         (((1, 1, 1.0), (2, 1, None), (3, 1, 3.0)), [1 / 3, 2 / 3, 1], [1, 2, 3]),
-        (((1, 1, 5.0), (2, 2, 1.0), (3, 1, 7.0)), [1, 2, 3], [5, 5, 7]),  # damaged: they never fall
-    ],
-)
-def test_lines_without_epochs_or_times_have_places_too(lines: Any, epochs: list[float], seconds: list[float]) -> None:
-    rows = series_of(*lines)
-    found = places_on("epoch", rows, rows, None)
-    assert (np.diff(found) >= 0).all()
-    if len({one[1] for one in lines}) < 2:
-        np.testing.assert_allclose(found, epochs, atol=1e-5)
-    assert places_on("time", rows, rows, None).tolist() == seconds
+        (((1, 1, -5.0), (2, 1, 3.0), (3, 1, 1e300)), [1 / 3, 2 / 3, 1], [0, 3, 1e9]),
+        (((1, 1, 5.0), (2, 2, 1.0), (3, 1, 7.0)), None, [5, 5, 7]),  # damaged: they never fall
+    ):
+        rows = series_of(*lines)
+        found = places_on("epoch", rows, rows, None)
+        assert (np.diff(found) >= 0).all()
+        if epochs is not None:
+            np.testing.assert_allclose(found, epochs, atol=1e-5)
+        assert places_on("time", rows, rows, None).tolist() == seconds
+    timeless = MetricSeries()
+    timeless.add({"iteration": 3, "loss": 1.0})
+    assert places_on("time", timeless, timeless, None).tolist() == [0]
 
 
-def test_lines_without_any_time_are_at_the_beginning() -> None:
-    rows = MetricSeries()
-    rows.add({"iteration": 3, "loss": 1.0})
-    assert places_on("time", rows, rows, None).tolist() == [0]
-
-
-@pytest.fixture
-def long(tmp_path: Path) -> Path:
+def test_curves_over_epochs_and_time_keep_their_steps(tmp_path: Path) -> None:
     run = write_run(tmp_path / "long", [row(k) for k in range(1, 401)], status="done", steps_per_epoch=100, epochs=4)
     write_lines(run / "evaluations.jsonl", [{"epoch": 2, "iteration": 200, "elapsed_s": 2.5, "loss": 0.5}])
     write_lines(run / "logged.jsonl", [{"epoch": 1, "iteration": 50, "elapsed_s": 0.5, "f1": 0.25}])
-    return run
-
-
-def test_curves_over_epochs_and_time_keep_their_steps(long: Path) -> None:
-    view = RunView("long", long)
-    by_epoch, by_time, by_step = (view.curves(**ALL, axis=axis) for axis in ("epoch", "time", "step"))
+    view = RunView("long", run)
+    by_epoch, by_time, by_step = (
+        view.curves(points=500, smoothing=0, first=0, last=10**9, axis=axis) for axis in ("epoch", "time", "step")
+    )
     assert (by_epoch["axis"], by_epoch["x"][49], by_epoch["x"][-1]) == ("epoch", 0.5, 4)
     assert by_epoch["steps"] == by_time["steps"] == by_step["steps"] == by_step["x"] == list(range(1, 401))
     assert by_epoch["evaluated_x"] == [2]
@@ -104,17 +81,16 @@ def test_curves_over_epochs_and_time_keep_their_steps(long: Path) -> None:
     assert by_step["evaluated_steps"] == by_epoch["evaluated_steps"] == [200]
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_a_part_of_any_axis_is_what_was_asked_for_and_a_row_on_either_side(
-    page: Served, client: httpx.Client, run: Path, axis: str
-) -> None:
+def test_a_part_of_any_axis_is_what_was_asked_for_and_a_row_on_either_side(client: httpx.Client, run: Path) -> None:
     (run / "status.json").unlink()
     write_lines(run / "rows.jsonl", [row(k) for k in range(1, 401)])
-    first, last = {"step": (100, 110), "epoch": (1000, 1100), "time": (1000, 1100)}[axis]  # in thousandths
-    asked: dict[str, str | int] = {"axis": axis, "first": first, "last": last}
-    curves = client.get("/api/runs/one/curves", headers=page.headers, params=asked).json()
-    assert curves["steps"] == list(range(99, 112))
-    assert curves["curves"]["loss"][0] == 1 / 99
+    parts = {"step": (100, 110), "epoch": (1000, 1100), "time": (1000, 1100)}  # in thousandths
+    assert parts.keys() == set(AXES)
+    for axis, (first, last) in parts.items():
+        asked: dict[str, str | int] = {"axis": axis, "first": first, "last": last}
+        curves = client.get("/api/runs/one/curves", params=asked).json()
+        assert curves["steps"] == list(range(99, 112)), axis
+        assert curves["curves"]["loss"][0] == 1 / 99
 
 
 # -- all values --------------------------------------------------------------------------------------------

@@ -41,81 +41,76 @@ def loss(part: str = "") -> str:
     return f".chart[data-metric=loss] {part}"
 
 
-def point_at(one: Visit, share: float) -> None:
-    """Move the mouse to this share of the loss's width."""
-    box = one.page.locator(loss(".u-over")).bounding_box()
-    assert box is not None
-    one.page.mouse.move(box["x"] + share * box["width"], box["y"] + 60)
-
-
-def tip(one: Visit) -> list[list[str]]:
-    rows = one.page.locator(loss(".tip p:not(.head)")).all()
-    return [[line.locator(part).inner_text() for part in (".name", "b", ".step")] for line in rows]
+GROUNDS = "all => all.map((one) => getComputedStyle(one).backgroundColor)"
 
 
 # -- axes --------------------------------------------------------------------------------------------------
 
 
-def test_the_axis_is_steps_epochs_or_time(visit: Any, runs: Path) -> None:
-    with served(runs) as page:
-        one = visit(page)
-        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
-        assert [last[0] for last in one.last("loss")] == [400, 399, 399]
-        one.page.get_by_label("Axis").select_option("epoch")
-        until(lambda: [last[0] for last in one.last("loss")] == [4, 7.98, 15.96], "they lie on their epochs")
-        assert one.text(loss(".step")) == "epoch 15.96"
-        one.page.locator(loss()).focus()
-        one.page.keyboard.press("+")
-        assert one.page.get_by_role("button", name="Whole run").is_visible()
-        one.page.get_by_label("Axis").select_option("time")
-        assert not one.page.get_by_role("button", name="Whole run").is_visible()
-        until(lambda: [last[0] for last in one.last("loss")] == [40, 79.8, 119.7], "they lie on their seconds")
-        assert one.text(loss(".step")) == "2:00"
-        for key in ("Home", "+", "+", "+", "End", "-", "0"):
-            one.page.keyboard.press(key)
-            assert "NaN" not in one.page.locator("#groups").inner_text()
-        until(lambda: [last[0] for last in one.last("loss")] == [40, 79.8, 119.7], "the whole run is drawn again")
-        box = one.page.locator(loss(".u-over")).bounding_box()
-        one.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
-        one.page.mouse.down()
-        one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=3)
-        one.page.mouse.up()
-        until(lambda: 55 < one.last("loss")[2][0] < 70, "a part is shown")
-
-
-def test_epoch_marks_are_those_of_the_run_they_belong_to(visit: Any, runs: Path) -> None:
+def test_marks_legend_and_pointer_tell_runs_apart(visit: Any, runs: Path) -> None:
     with served(runs) as page:
         one = visit(page)
         until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
         assert json.loads(one.chart("loss", "marked")) == ["run-0", "run-1", "run-2"]  # each in its colour
         one.page.locator(".line[data-run='run-1'] .open").hover()
         until(lambda: json.loads(one.chart("loss", "marked")) == ["run-1"], "those of the run that stands out")
-        one.page.mouse.move(5, 5)
-        for number in range(3, 5):
-            rows = [row(k, epoch=1) for k in range(1, 401)]
-            write_run(runs / f"run-{number}", rows, status="done", iteration=400)
-        until(lambda: len(one.last("loss")) == 5, "two more are drawn")
-        assert json.loads(one.chart("loss", "marked")) == ["run-0"]  # of many the first one's
 
+        legend = one.page.locator(".legend button")
+        assert legend.all_inner_texts() == ["run-0", "run-1", "run-2"]
+        assert len(set(one.page.locator(".legend .swatch").evaluate_all(GROUNDS))) == 3
+        legend.nth(2).hover()
+        until(lambda: one.chart("loss", "standing") == "run-2", "its curve stands out")
 
-def test_values_at_the_pointer_have_their_own_steps(visit: Any, runs: Path) -> None:
-    with served(runs) as page:
-        one = visit(page)
-        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
-        point_at(one, 0.5)
-        until(lambda: len(tip(one)) == 3, "the tip has all runs")
+        box = one.page.locator(loss(".u-over")).bounding_box()
+        one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+        rows = one.page.locator(loss(".tip p:not(.head)"))
+        until(lambda: rows.count() == 3, "the tip has all runs")
         place = int(one.text(loss(".step")).removeprefix("step "))
-        steps = {name: int(step.removeprefix("step ")) for name, _, step in tip(one)}
-        nearest = {
-            f"run-{n}": min(range(every, 401, every), key=lambda k: abs(k - place)) for n, every in enumerate((1, 3, 7))
-        }
-        assert steps == nearest
-        assert [name for name, _, _ in tip(one)] == ["run-2", "run-1", "run-0"]  # the greatest first
+        nearest = [min(range(every, 401, every), key=lambda k: abs(k - place)) for every in (1, 3, 7)]
+        tips = [[line.locator(part).inner_text() for part in (".name", ".step")] for line in rows.all()]
+        assert tips == [[f"run-{n}", f"step {nearest[n]}"] for n in (2, 1, 0)]  # the greatest first
         said = one.page.locator(loss(".values .line")).all()
-        assert [part.get_attribute("data-step") for part in said] == [str(one) for one in nearest.values()]
+        assert [part.get_attribute("data-step") for part in said] == [str(step) for step in nearest]
         assert len({part.inner_text().endswith(")") for part in said}) == 2  # only other steps are named
         one.page.mouse.move(5, 5)
         until(lambda: not one.page.locator(loss(".tip")).is_visible(), "the tip is gone")
+        for number in range(3, 5):
+            rows_of_one_epoch = [row(k, epoch=1) for k in range(1, 401)]
+            write_run(runs / f"run-{number}", rows_of_one_epoch, status="done", iteration=400)
+        until(lambda: len(one.last("loss")) == 5, "two more are drawn")
+        assert json.loads(one.chart("loss", "marked")) == ["run-0"]  # of many the first one's
+        legend.nth(2).click()
+        one.waits_for(".run h2 .name", "run-2")
+
+
+def test_the_axis_is_steps_epochs_or_time(visit: Any, runs: Path) -> None:
+    def are_drawn(*places: float) -> None:
+        until(lambda: [last[0] for last in one.last("loss")] == [*places], "they lie on their places")
+
+    with served(runs) as page:
+        one = visit(page)
+        are_drawn(400, 399, 399)
+        axis, whole = one.page.get_by_label("Axis"), one.page.get_by_role("button", name="Whole run")
+        axis.select_option("epoch")
+        are_drawn(4, 7.98, 15.96)
+        assert one.text(loss(".step")) == "epoch 15.96"
+        one.page.locator(loss()).focus()
+        one.page.keyboard.press("+")
+        assert whole.is_visible()
+        axis.select_option("time")
+        assert not whole.is_visible()
+        are_drawn(40, 79.8, 119.7)
+        assert one.text(loss(".step")) == "2:00"
+        for key in ("Home", "+", "+", "+", "End", "-", "0"):
+            one.page.keyboard.press(key)
+            assert "NaN" not in one.page.locator("#groups").inner_text()
+        are_drawn(40, 79.8, 119.7)
+        box = one.page.locator(loss(".u-over")).bounding_box()
+        one.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+        one.page.mouse.down()
+        one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=3)
+        one.page.mouse.up()
+        until(lambda: 55 < one.last("loss")[2][0] < 70, "a part is shown")
 
 
 # -- names, notes, hidden runs -----------------------------------------------------------------------------
@@ -128,10 +123,8 @@ def test_a_loss_that_is_not_finite_is_nan_in_list_and_table_and_a_mark_at_its_st
         (folder / "run.json").write_text(json.dumps({"began": 1.0, "config": {"name": name}}))
     with served(tmp_path / "lab") as page:
         one = visit(page, WINDOW)
-        values = dict(
-            zip(*(one.page.locator(f".line .{part}").all_inner_texts() for part in ("name", "value")), strict=True)
-        )
-        assert values == {"bad": "nan", "good": "0.025", "never": "nan"}
+        listed = [one.page.locator(f".line .{part}").all_inner_texts() for part in ("name", "value")]
+        assert listed == [["bad", "good", "never"], ["nan", "0.025", "nan"]]
         until(lambda: len(one.last("loss")) == 3, "all are drawn")
         assert sorted(json.loads(one.chart("loss", "ends") or "")) == [["bad", 30], ["never", 1]]
         assert sorted(one.page.locator(loss(".values .line")).all_inner_texts()) == ["0.025", "nan", "nan"]
@@ -147,7 +140,7 @@ def test_a_loss_that_is_not_finite_is_nan_in_list_and_table_and_a_mark_at_its_st
         one.page.locator(".trial").first.wait_for()
         cells = [line.locator("td").all_inner_texts() for line in one.page.locator(".trial").all()]
         assert [[line[1], *line[2:4]] for line in cells] == [
-            ["bad", number(1 / 29), "nan"],
+            ["bad", f"{1 / 29:.4g}", "nan"],
             ["good", "0.025", "0.025"],
             ["never", "–", "nan"],
         ]
@@ -173,11 +166,11 @@ def test_the_use_of_each_rank_is_drawn_in_charts_with_its_unit(visit: Any, runs:
         one.waits_for(".chart[data-metric=processor_percent] .values", "rank 0: 90 %")
 
 
-def number(value: float) -> str:
-    return f"{value:.4g}"
+def test_a_run_gets_a_name_and_a_note_and_is_hidden_until_it_is_shown_again(visit: Any, runs: Path) -> None:
+    def listed() -> list[str]:
+        names: list[str] = one.page.locator(".lines .line:visible .name").all_text_contents()
+        return names
 
-
-def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: Path) -> None:
     with served(runs) as page:
         one = visit(page)
         until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
@@ -188,9 +181,7 @@ def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: 
         one.page.get_by_role("button", name="Save", exact=True).click()
         one.waits_for(".line[data-run='run-1'] .name", EVIL)
         one.waits_for(".line[data-run='run-1'] .parameters", f"a note {EVIL}")
-        assert ((runs / "run-1" / "name.txt").read_text(), (runs / "run-1" / "note.txt").read_text()) == (
-            EVIL, f"a note {EVIL}",
-        )  # fmt: skip
+        assert [(runs / "run-1" / f"{what}.txt").read_text() for what in ("name", "note")] == [EVIL, f"a note {EVIL}"]
         one.waits_for(".legend button", EVIL)
         assert not one.page.locator("#groups img, #list img, #legend img, #list b, #legend b").count()
         one.page.locator(".line[data-run='run-1'] .open").click()
@@ -202,6 +193,23 @@ def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: 
         one.waits_for(".line[data-run='run-1'] .name", "run-1")
         assert not (runs / "run-1" / "name.txt").exists()
         assert (runs / "run-1" / "note.txt").exists()
+        one.page.keyboard.press("Escape")
+        for name in ("run-0", "run-2"):
+            one.page.locator(f".line[data-run='{name}']").hover()
+            one.page.get_by_role("button", name=f"Hide {name}", exact=True).click()
+        assert listed() == ["run-1"]
+        until(lambda: len(one.last("loss")) == 1, "one run is drawn")
+        assert one.text("#count") == "1 runs"
+        one.page.reload()
+        one.page.wait_for_selector(".chart[data-last]")
+        until(lambda: len(one.last("loss")) == 1, "they stay hidden")
+        one.page.get_by_role("button", name="Show hidden (2)").click()
+        assert listed() == ["run-0", "run-1", "run-2"]
+        one.page.locator(".line[data-run='run-0']").hover()
+        one.page.get_by_role("button", name="Show run-0", exact=True).click()
+        until(lambda: len(one.last("loss")) == 2, "it is drawn again")
+        one.page.get_by_role("button", name="Without hidden (1)").click()
+        assert listed() == ["run-0", "run-1"]
 
 
 def test_continue_asks_for_the_secrets_that_no_file_keeps(visit: Any, runs: Path, tmp_path: Path) -> None:
@@ -224,43 +232,6 @@ def test_continue_asks_for_the_secrets_that_no_file_keeps(visit: Any, runs: Path
         assert (tmp_path / "said").read_text() == "not seen"
         assert "not seen" not in one.page.content()
         assert one.page.locator("#go-on-secrets input").count() == 0
-
-
-def test_a_hidden_run_is_neither_listed_nor_drawn_until_it_is_shown_again(visit: Any, runs: Path) -> None:
-    with served(runs) as page:
-        one = visit(page)
-        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
-        for name in ("run-0", "run-2"):
-            one.page.locator(f".line[data-run='{name}']").hover()
-            one.page.get_by_role("button", name=f"Hide {name}", exact=True).click()
-        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run-1"]
-        until(lambda: len(one.last("loss")) == 1, "one run is drawn")
-        assert one.text("#count") == "1 runs"
-        one.page.reload()
-        one.page.wait_for_selector(".chart[data-last]")
-        until(lambda: len(one.last("loss")) == 1, "they stay hidden")
-        one.page.get_by_role("button", name="Show hidden (2)").click()
-        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run-0", "run-1", "run-2"]
-        one.page.locator(".line[data-run='run-0']").hover()
-        one.page.get_by_role("button", name="Show run-0", exact=True).click()
-        until(lambda: len(one.last("loss")) == 2, "it is drawn again")
-        one.page.get_by_role("button", name="Without hidden (1)").click()
-        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run-0", "run-1"]
-
-
-def test_the_legend_names_the_runs_in_their_colours(visit: Any, runs: Path) -> None:
-    with served(runs) as page:
-        one = visit(page)
-        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
-        assert one.page.locator(".legend button").all_inner_texts() == ["run-0", "run-1", "run-2"]
-        colours = one.page.locator(".legend .swatch").evaluate_all(
-            "all => all.map((one) => getComputedStyle(one).backgroundColor)"
-        )
-        assert len(set(colours)) == 3
-        one.page.locator(".legend button").nth(1).hover()
-        until(lambda: one.chart("loss", "standing") == "run-1", "its curve stands out")
-        one.page.locator(".legend button").nth(2).click()
-        one.waits_for(".run h2 .name", "run-2")
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -344,9 +315,8 @@ def test_20_runs_of_50_metrics_are_read_listed_renamed_and_saved(visit: Any, tmp
         one.page.get_by_role("button", name="Show only these").click()
         until(lambda: len(one.last("loss")) == 20, "all are drawn")
         until(lambda: 20_000 in [last[0] for last in one.last("loss")], "the long one is read")
-        looks = one.page.locator(".legend .swatch").evaluate_all(
-            "all => all.map((one) => getComputedStyle(one).backgroundColor)"
-        )
+        assert int(one.chart("loss", "points")) <= 19 * 300 + 2500  # no more than the picture has
+        looks = one.page.locator(".legend .swatch").evaluate_all(GROUNDS)
         assert (len(looks), len(set(looks))) == (20, 20)
         assert one.page.locator(loss()).bounding_box()["y"] < WINDOW[1] / 2
         order = one.page.locator(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,8 +14,7 @@ from typing import Any
 import pytest
 
 from ddp_loop.checkpoint import FileLock
-from ddp_loop.monitor import continuing
-from ddp_loop.monitor.continuing import Continuations, command_of
+from ddp_loop.monitor.continuing import CONTINUED, Continuations, command_of
 from tests.support.harness import until
 from tests.support.logged_files import python_command, write_start
 from tests.support.serving import row, write_run
@@ -64,6 +62,7 @@ def start(pages: Continuations, run: Path) -> tuple[int, Any]:
 
 
 def test_secrets_that_no_file_keeps_are_asked_for(pages: Continuations, run: Path, tmp_path: Path) -> None:
+    assert pages.start(run, f"{command_of(run).digest}\none".encode())[0] == 409  # where none is missing
     words = ["--api-key", "***", "--url=http://a/b?token=***&page=3", "--names", "***x", "a://me:***@host"]
     write_start(run, python_command("train.py", *words), tmp_path / "my lab")
     command = command_of(run)
@@ -84,14 +83,7 @@ def test_secrets_that_no_file_keeps_are_asked_for(pages: Continuations, run: Pat
         "a://me:three@host",
     ]
     assert not [path for path in run.rglob("*") if path.is_file() and b"one two" in path.read_bytes()]
-
-
-def test_secrets_are_not_sent_where_none_is_missing(pages: Continuations, run: Path) -> None:
-    assert pages.start(run, f"{command_of(run).digest}\none".encode())[0] == 409
-
-
-def test_a_secret_that_an_older_version_kept_is_asked_for_too(pages: Continuations, run: Path, tmp_path: Path) -> None:
-    write_start(run, python_command("train.py", "--password=seen"), tmp_path / "my lab")
+    write_start(run, python_command("train.py", "--password=seen"), run)  # as an older version kept it
     assert command_of(run).lacks == ("--password",)
     assert "seen" not in repr(command_of(run))
 
@@ -117,7 +109,9 @@ def test_the_command_is_started_as_it_was_typed_without_a_shell(
     assert said["environment"]["OF_THE_USER"] == "kept"
     assert not foreign.keys() & said["environment"].keys()
     assert sorted(one.name for one in lab.iterdir()) == ["said.json", "train.py"]
-    assert (run / "console" / "continued.log").read_text() == "printed\n"
+    printed = run / "console" / CONTINUED
+    assert printed.read_text() == "printed\n"
+    assert printed.stat().st_mode & 0o022 == 0  # only its user writes it
 
 
 def test_a_run_is_started_once(pages: Continuations, run: Path, tmp_path: Path) -> None:
@@ -136,11 +130,11 @@ def test_a_run_is_started_once(pages: Continuations, run: Path, tmp_path: Path) 
         assert start(pages, run) == (409, "The run is active already.")
 
 
-@pytest.mark.parametrize("state", ["running", "stopping", "done", "waiting", "starting", "missing", "gone", "pruned"])
-def test_only_a_run_that_ended_early_offers_it(pages: Continuations, run: Path, state: str) -> None:
-    assert not pages.about(run, state)["can"]
-    for ended_early in ("stopped", "failed", "left", "lost"):
-        assert pages.about(run, ended_early)["can"]
+def test_only_a_run_that_ended_early_offers_it(pages: Continuations, run: Path) -> None:
+    for state in ("running", "stopping", "done", "waiting", "starting", "missing", "gone", "pruned"):
+        assert not pages.about(run, state)["can"], state
+    for state in ("stopped", "failed", "left", "lost"):
+        assert pages.about(run, state)["can"], state
 
 
 def test_a_command_that_has_changed_since_it_was_shown_is_not_started(pages: Continuations, run: Path) -> None:
@@ -157,43 +151,37 @@ def test_a_command_that_has_changed_since_it_was_shown_is_not_started(pages: Con
     assert not pages._started
 
 
-WRONG = {
-    "no start": ({"start": None}, "does not have the command"),
-    "an empty one": ({"start": []}, "does not have the command"),
-    "an empty program": ({"start": ["", "train.py"]}, "cannot be shown whole"),
-    "a text": ({"start": "touch broken"}, "does not have the command"),
-    "other words": ({"start": ["python", 3]}, "does not have the command"),
-    "no folder": ({"directory": None}, "does not have the command"),
-    "a zero byte": ({"start": ["python", "a\0b"]}, "cannot be shown whole"),
-    "very long": ({"start": ["python", "x" * 30_000]}, "cannot be shown whole"),
-    "a folder that is gone": ({"directory": "/nowhere/at all"}, "The folder /nowhere/at all no longer exists"),
-    "a script that is gone": ({"start": ["python", "gone.py"]}, "The script gone.py is no longer in "),
-    "of the launcher": (
-        {"start": ["python", "-m", "ddp_loop", "run", "--ranks", "2", "gone.py"]},
-        "The script gone.py is no longer in ",
-    ),
-    "half a surrogate": ({"start": ["python", "\ud800"]}, "cannot be shown whole"),
-}
+GONE = "The script gone.py is no longer in "
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"start": None}, "does not have the command"),
+    ({"start": []}, "does not have the command"),
+    ({"start": "touch broken"}, "does not have the command"),
+    ({"start": ["python", 3]}, "does not have the command"),
+    ({"directory": None}, "does not have the command"),
+    ({"start": ["", "train.py"]}, "cannot be shown whole"),
+    ({"start": ["python", "a\0b"]}, "cannot be shown whole"),
+    ({"start": ["python", "x" * 30_000]}, "cannot be shown whole"),
+    ({"start": ["python", "\ud800"]}, "cannot be shown whole"),
+    ({"directory": "/nowhere/at all"}, "The folder /nowhere/at all no longer exists"),
+    ({"start": ["python", "gone.py"]}, GONE),
+    ({"start": ["python", "-m", "ddp_loop", "run", "--ranks", "2", "gone.py"]}, GONE),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_command_that_cannot_be_started_is_one_line(pages: Continuations, run: Path, case: str) -> None:
-    changes, why = WRONG[case]
-    status = json.loads((run / "status.json").read_text()) | changes
-    (run / "status.json").write_text(json.dumps(status))
-    digest = pages.about(run, "stopped")["digest"] or "unknown"
-    status_code, said = pages.start(run, digest.encode())
-    assert status_code == 409
-    assert isinstance(said, str)
-    assert "\n" not in said
-    assert why in said
-    assert not pages._started
-
-
-def test_a_missing_program_is_one_line(pages: Continuations, run: Path) -> None:
+def test_a_command_that_cannot_be_started_is_one_line(pages: Continuations, run: Path) -> None:
+    status = json.loads((run / "status.json").read_text())
+    for changes, why in WRONG:
+        (run / "status.json").write_text(json.dumps(status | changes))
+        digest = pages.about(run, "stopped")["digest"] or "unknown"
+        code, said = pages.start(run, digest.encode())
+        assert code == 409
+        assert isinstance(said, str)
+        assert "\n" not in said
+        assert why in said
+        assert not pages._started
     write_start(run, ["no-such-program", "x"], run)
-    status, said = start(pages, run)
-    assert (status, said) == (500, "The command cannot be started (No such file or directory: no-such-program).")
+    missing = "The command cannot be started (No such file or directory: no-such-program)."
+    assert start(pages, run) == (500, missing)
     assert not pages.about(run, "stopped")["is_starting"]
 
 
@@ -212,46 +200,39 @@ def test_a_command_that_fails_before_its_run_begins_says_why(pages: Continuation
 # -- whose command it is -----------------------------------------------------------------------------------
 
 
-def refusal(pages: Continuations, run: Path) -> str:
-    why = pages.about(run, "stopped")["why"]
-    assert isinstance(why, str)
-    assert pages.start(run, b"anything") == (409, why)
-    assert not pages._started
-    return why
-
-
-def test_the_command_of_another_user_is_not_started(
-    pages: Continuations, run: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_command_that_others_may_have_written_or_no_file_is_not_started(
+    pages: Continuations, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status = run / "status.json"
+
+    def refusal() -> str:
+        why = pages.about(run, "stopped")["why"]
+        assert isinstance(why, str)
+        assert pages.start(run, b"anything") == (409, why)
+        assert not pages._started
+        return why
+
     own = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    assert refusal(pages, run).startswith("status.json belongs to another user.")
-
-
-def test_a_command_that_everyone_may_write_is_not_started(pages: Continuations, run: Path) -> None:
-    (run / "status.json").chmod(0o666)
-    assert refusal(pages, run).startswith("Everyone may write status.json")
-
-
-def test_a_command_in_a_link_or_no_file_is_not_started(pages: Continuations, run: Path, tmp_path: Path) -> None:
-    (run / "status.json").rename(tmp_path / "elsewhere.json")
-    assert "cannot be read (No such file or directory)" in refusal(pages, run)
-    (run / "status.json").symlink_to(tmp_path / "elsewhere.json")
-    assert "status.json cannot be read" in refusal(pages, run)
-    (run / "status.json").unlink()
-    os.mkfifo(run / "status.json")
-    assert "is no file of at most" in refusal(pages, run)
-    (run / "status.json").unlink()
-    with (run / "status.json").open("wb") as file:
+    with monkeypatch.context() as another:
+        another.setattr(os, "geteuid", lambda: own + 1)
+        assert refusal().startswith("status.json belongs to another user.")
+    status.chmod(0o666)
+    assert refusal().startswith("Everyone may write status.json")
+    status.rename(tmp_path / "elsewhere.json")
+    assert "cannot be read (No such file or directory)" in refusal()
+    status.symlink_to(tmp_path / "elsewhere.json")
+    assert "status.json cannot be read" in refusal()
+    status.unlink()
+    os.mkfifo(status)
+    assert "is no file of at most" in refusal()
+    status.unlink()
+    with status.open("wb") as file:
         file.truncate(1 << 30)
-    assert "is no file of at most" in refusal(pages, run)
-    (run / "status.json").write_text("[" * 5000)
-    assert refusal(pages, run) == "status.json is damaged, so the command is not known."
-
-
-def test_a_trial_is_continued_by_its_sweep(pages: Continuations, run: Path) -> None:
+    assert "is no file of at most" in refusal()
+    status.write_text("[" * 5000)
+    assert refusal() == "status.json is damaged, so the command is not known."
     (run / "trial.json").write_text("{}")
-    assert refusal(pages, run) == "This run is a trial of a sweep. Continue it by the sweep."
+    assert refusal() == "This run is a trial of a sweep. Continue it by the sweep."
 
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder that is a link"])
@@ -270,11 +251,3 @@ def test_nothing_is_written_through_links(pages: Continuations, run: Path, tmp_p
     assert (status, str(said)[:29]) == (500, "The command cannot be started")
     assert not (tmp_path / "my lab" / "said.json").exists()
     assert "precious" in [one.read_text() for one in tmp_path.glob("*.log")]
-
-
-def test_the_file_of_what_it_prints_is_readable_by_its_group_at_most(pages: Continuations, run: Path) -> None:
-    assert start(pages, run)[0] == 202
-    assert ended(pages, run) == 0
-    mode = stat.S_IMODE((run / "console" / "continued.log").stat().st_mode)
-    assert mode & 0o022 == 0
-    assert continuing.CONTINUED == "continued.log"

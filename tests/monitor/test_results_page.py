@@ -110,10 +110,11 @@ def test_last_and_best_are_two_columns_which_differ_where_a_run_got_worse(visit:
 
 
 @pytest.mark.covers("G4")
-def test_the_filter_takes_words_and_conditions(visit: Any, sweep: Path) -> None:
+def test_what_the_filter_finds_is_shown_exported_and_drawn(visit: Any, sweep: Path) -> None:
+    (sweep / "trials" / "0003" / "note.txt").write_text('=1+1, "so"')
+    every = {number: facts(sweep, number) for number in range(12)}
     with served(sweep) as page:
         one = opened(visit, page)
-        every = {number: facts(sweep, number) for number in range(12)}
 
         def found(text: str) -> list[int]:
             one.page.get_by_label("Filter the table").fill(text)
@@ -131,12 +132,30 @@ def test_the_filter_takes_words_and_conditions(visit: Any, sweep: Path) -> None:
         assert found('"best loss"<0.2') == [number for number in found("loss<0.2") if number not in STATUSES]
         assert found("status!=done") == [*STATUSES]
         assert found("rate=") == list(range(12))  # while it is typed
-        assert found("speed>3") == []
-        assert one.text(".filter-says") == "No column is called speed."
-        assert found("rate>x") == []
-        assert one.text(".filter-says") == "x is no number."
-        assert found("") == list(range(12))
-        assert one.text(".results-tools .count") == "12 runs"
+        assert (found("speed>3"), one.text(".filter-says")) == ([], "No column is called speed.")
+        assert (found("rate>x"), one.text(".filter-says")) == ([], "x is no number.")
+        assert (found(""), one.text(".results-tools .count")) == (list(range(12)), "12 runs")
+
+        found("status!=waiting")
+        sort(one, "rate")
+        with one.page.expect_download() as waiting:
+            one.page.get_by_role("button", name="Export CSV").click()
+        assert waiting.value.suggested_filename == "results.csv"
+        with Path(waiting.value.path()).open(newline="", encoding="utf-8") as file:
+            lines = {line["Trial"]: line for line in csv.DictReader(file)}
+        assert [int(key.rpartition("/")[2]) for key in lines] == numbers(one)
+        exported = [float(lines["trials/0000"][name]) for name in ("rate", "Objective: loss")]
+        assert exported == [every[0]["parameters"]["rate"], every[0]["value"]]
+        noted = [lines["trials/0003"][name] for name in ("Note", "Folder")]
+        assert noted == ['\'=1+1, "so"', str(sweep / "trials" / "0003")]  # no formula
+
+        assert one.page.get_by_role("button", name="Show curves (0)").is_disabled()
+        for number in (2, 6):
+            box(one, number).check()
+        one.page.get_by_role("button", name="Show curves (2)").click()
+        assert one.page.get_by_role("tab", name="Curves").get_attribute("aria-selected") == "true"
+        losses = [[10, every[number]["value"]] for number in (2, 6)]
+        until(lambda: one.last("loss") == losses, "both curves are drawn, and no others")
 
 
 @pytest.mark.covers("G4")
@@ -145,82 +164,58 @@ def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(visit: Any, sweep:
     note = sweep / "trials" / "0002" / "note.txt"
     with served(sweep) as page:
         one = opened(visit, page)
+        written = one.page.locator(".note-input")
         one.page.get_by_role("button", name="Note on trials/0002").click()
-        one.page.locator(".note-input").fill("never mind")
-        one.page.locator(".note-input").press("Escape")
+        written.fill("never mind")
+        written.press("Escape")
         assert column(one, "Note")[2] == ""
         one.page.get_by_role("button", name="Note on trials/0002").press("Enter")
-        one.page.locator(".note-input").fill(text)
-        one.page.locator(".note-input").press("Enter")
+        written.fill(text)
+        written.press("Enter")
         until(note.exists, "the note is written, to a disk that may be busy", 3 * MOMENT_S)
-        assert note.read_text() == text
-        assert column(one, "Note")[2] == text
+        assert (note.read_text(), column(one, "Note")[2]) == (text, text)
         assert one.page.locator(".trials img").count() == 0
         one.page.get_by_label("Filter the table").fill("better")
         until(lambda: numbers(one) == [2], "the filter finds it")
         one.page.get_by_label("Filter the table").fill("")
         (sweep / "trials" / "0004" / "note.txt").write_text("of another page")
         until(lambda: column(one, "Note")[4] == "of another page", "another note appears")
-
-
-def test_a_note_that_cannot_be_saved_is_reported_and_its_text_stays(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = opened(visit, page)
-        one.context.route("**/note", lambda route: route.fulfill(status=200, body="{}"))
         one.page.evaluate("window.fetch = async () => new Response('The disk is full.', { status: 500 })")
         one.page.get_by_role("button", name="Note on trials/0001").click()
-        one.page.locator(".note-input").fill("a long thought")
-        one.page.locator(".note-input").press("Enter")
+        written.fill("a long thought")
+        written.press("Enter")
         one.waits_for("#notice", "The note on trials/0001 was not saved: The disk is full.")
-        assert one.page.locator(".note-input").input_value() == "a long thought"
-
-
-@pytest.mark.covers("G4")
-def test_picked_trials_are_drawn_over_each_other(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = opened(visit, page)
-        assert one.page.get_by_role("button", name="Show curves (0)").is_disabled()
-        for number in (2, 6):
-            box(one, number).check()
-        one.page.get_by_role("button", name="Show curves (2)").click()
-        assert one.page.get_by_role("tab", name="Curves").get_attribute("aria-selected") == "true"
-        losses = [[10, facts(sweep, number)["value"]] for number in (2, 6)]
-        until(lambda: one.last("loss") == losses, "both curves are drawn, and no others")
-
-
-@pytest.mark.covers("G4")
-def test_what_is_shown_is_exported_as_csv(visit: Any, sweep: Path) -> None:
-    (sweep / "trials" / "0003" / "note.txt").write_text('=1+1, "so"')
-    with served(sweep) as page:
-        one = opened(visit, page)
-        one.page.get_by_label("Filter the table").fill("status!=waiting")
-        sort(one, "rate")
-        with one.page.expect_download() as waiting:
-            one.page.get_by_role("button", name="Export CSV").click()
-        with Path(waiting.value.path()).open(newline="", encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
-        assert [int(line["Trial"].rpartition("/")[2]) for line in lines] == numbers(one)
-        by_trial = {line["Trial"]: line for line in lines}
-        of = facts(sweep, 0)
-        assert float(by_trial["trials/0000"]["rate"]) == of["parameters"]["rate"]
-        assert float(by_trial["trials/0000"]["Objective: loss"]) == of["value"]
-        assert by_trial["trials/0003"]["Note"] == '\'=1+1, "so"'  # no formula
-        assert by_trial["trials/0003"]["Folder"] == str(sweep / "trials" / "0003")
-        assert waiting.value.suggested_filename == "results.csv"
+        assert written.input_value() == "a long thought"
 
 
 # -- pictures ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covers("G4")
-def test_the_scatter_names_the_trial_under_the_pointer_and_a_click_picks_it(visit: Any, sweep: Path) -> None:
+def test_the_scatter_takes_any_column_names_the_trial_under_the_pointer_and_a_click_picks_it(
+    visit: Any, sweep: Path
+) -> None:
+    write_trial(sweep, 12, {"rate": 0.1, "width": 16}, "failed", rows=[row(1, loss=1e30)])
     with served(sweep) as page:
         one = opened(visit, page)
-        assert one.page.locator(".scatter .mark").count() == 12
-        assert one.page.locator(".scatter .mark.cross").count() == 6
+        mark, labels = one.page.locator(".scatter .mark"), one.page.locator(".scatter .tick-label")
+        until(lambda: mark.count() == 13, "all are drawn")
+        assert one.page.locator(".scatter .mark.cross").count() == 7
+        one.page.locator(".scatter-y").select_option("last loss")
+        ticks = [float(text) for text in labels.all_text_contents() if text != "none"]
+        assert max(ticks) < 2  # a loss of 1e30 is a mark on the edge, and no part of the scale
+        assert one.page.locator(".log-x").is_checked()
+        one.page.locator(".log-x").uncheck()
+        assert "0" in labels.all_text_contents()
+        one.page.locator(".scatter-x").select_option("parameter activation")
+        assert {"relu", "tanh", "gelu"} <= set(labels.all_text_contents())
+        assert one.page.locator(".log-x").is_disabled()
+        one.waits_for(".picture-says", "1 without activation: left out.")
+        for colour in ("parameter momentum", "parameter activation", "value"):
+            one.page.locator(".scatter-colour").select_option(colour)
+            assert mark.first.evaluate("(mark) => mark.style.fill || mark.style.stroke")
         one.page.get_by_label("Filter the table").fill("name=trials/0000")
-        until(lambda: one.page.locator(".scatter .mark").count() == 1, "the filter reaches the scatter")
-        mark = one.page.locator(".scatter .mark")
+        until(lambda: mark.count() == 1, "the filter reaches the scatter")
         mark.hover()
         assert one.text(".tip strong") == "trials/0000"
         mark.click()
@@ -231,26 +226,6 @@ def test_the_scatter_names_the_trial_under_the_pointer_and_a_click_picks_it(visi
         assert one.text(".tip strong") == "trials/0000"
         one.page.locator(".scatter").press("Enter")
         assert not box(one, 0).is_checked()
-
-
-def test_the_scatter_takes_any_parameter_metric_and_colour(visit: Any, sweep: Path) -> None:
-    write_trial(sweep, 12, {"rate": 0.1, "width": 16}, "failed", rows=[row(1, loss=1e30)])
-    with served(sweep) as page:
-        one = opened(visit, page)
-        until(lambda: one.page.locator(".scatter .mark").count() == 13, "all are drawn")
-        one.page.locator(".scatter-y").select_option("last loss")
-        ticks = [float(text) for text in one.page.locator(".scatter .tick-label").all_text_contents() if text != "none"]
-        assert max(ticks) < 2  # a loss of 1e30 is a mark on the edge, and no part of the scale
-        assert one.page.locator(".log-x").is_checked()
-        one.page.locator(".log-x").uncheck()
-        assert "0" in one.page.locator(".scatter .tick-label").all_text_contents()
-        one.page.locator(".scatter-x").select_option("parameter activation")
-        assert {"relu", "tanh", "gelu"} <= set(one.page.locator(".scatter .tick-label").all_text_contents())
-        assert one.page.locator(".log-x").is_disabled()
-        one.waits_for(".picture-says", "1 without activation: left out.")
-        for colour in ("parameter momentum", "parameter activation", "value"):
-            one.page.locator(".scatter-colour").select_option(colour)
-            assert one.page.locator(".scatter .mark").first.evaluate("(mark) => mark.style.fill || mark.style.stroke")
 
 
 @pytest.mark.covers("G4")
@@ -291,7 +266,8 @@ def test_a_range_on_an_axis_of_the_parallel_coordinates_filters_the_table(visit:
 def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
     visit: Any, sweep: Path, size: tuple[int, int], scheme: str
 ) -> None:
-    counts = json.loads((sweep / "trials" / "0001" / "tables" / "confusion.json").read_text())["values"]
+    path = sweep / "trials" / "0001" / "tables" / "confusion.json"
+    counts = json.loads(path.read_text())["values"]
     with served(sweep) as page:
         one = opened(visit, page, size, scheme)
         assert one.page.get_by_role("button", name="Matrix trials/0006").count() == 0
@@ -300,15 +276,12 @@ def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
         lines = [line.locator("td").all_text_contents() for line in one.page.locator(".matrix tbody tr").all()]
         assert [[int(cell) for cell in line[:-1]] for line in lines] == counts
         assert [line[-1] for line in lines] == [f"{100 * row[k] / sum(row):.1f} %" for k, row in enumerate(counts)]
-        shares = (
-            one.page.locator(".matrix tbody td").nth(0).evaluate("(cell) => cell.style.getPropertyValue('--share')")
+        share = "(cell) => cell.style.getPropertyValue('--share')"
+        assert (
+            one.page.locator(".matrix tbody td").nth(0).evaluate(share) == f"{100 * counts[0][0] / sum(counts[0]):.1f}%"
         )
-        assert shares == f"{100 * counts[0][0] / sum(counts[0]):.1f}%"
-        assert one.page.evaluate(
-            "document.documentElement.scrollWidth <= innerWidth"
-        )  # the frame scrolls, not the page
+        assert one.page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # the frame scrolls
         counts[0][0] = 77
-        path = sweep / "trials" / "0001" / "tables" / "confusion.json"
         write_atomic(path, json.loads(path.read_text()) | {"values": counts})
         until(lambda: one.text(".matrix td") == "77", "a new table is shown")
         one.page.get_by_role("button", name="Close the table").click()

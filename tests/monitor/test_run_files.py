@@ -17,13 +17,14 @@ from ddp_loop.monitor.run_files import (
     MOST_PIXELS,
     PIECE,
     EntryList,
+    UsageView,
     clean,
     list_console,
     read_console,
     read_image,
 )
 from ddp_loop.reporting import png
-from tests.support.logged_files import add_image, add_texts, pixels_of, write_console
+from tests.support.logged_files import add_image, add_texts, add_usage, pixels_of, write_console
 
 
 def texts_of(run: Path) -> EntryList:
@@ -46,10 +47,8 @@ def piece(run: Path, name: str = "rank-0", **asked: int) -> dict[str, Any]:
 def test_texts_are_listed_as_they_come_and_read_from_their_places(tmp_path: Path) -> None:
     add_texts(tmp_path, (1, "sample", "é" * 1000), (2, "__proto__", "two\nlines"))
     texts = texts_of(tmp_path)
-    assert [(one.iteration, one.name, one.letters) for one in texts.entries] == [
-        (1, "sample", 1000),
-        (2, "__proto__", 9),
-    ]
+    found = [(one.iteration, one.name, one.letters) for one in texts.entries]
+    assert found == [(1, "sample", 1000), (2, "__proto__", 9)]
     first = texts.entry(0)
     assert first is not None
     assert first.start == "é" * 300
@@ -97,60 +96,22 @@ def test_damaged_lines_are_counted_and_the_others_stay(tmp_path: Path, monkeypat
     assert texts.text_of(entry) == "text"
 
 
-def test_of_very_many_texts_the_newest_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_texts_the_newest_are_listed_and_all_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_files, "MOST_ENTRIES", 100)
-    add_texts(tmp_path, *((step, "sample", f"text {step}") for step in range(1, 251)))
-    texts = texts_of(tmp_path)
-    assert (len(texts), texts.dropped, texts.entries[0].iteration) == (250, 150, 151)
-    entry = texts.entry(249)
-    assert entry is not None
-    assert texts.text_of(entry) == "text 250"
-    assert texts.entry(149) is None
-    assert texts.entry(250) is None
-
-
-def test_10_000_texts_are_read_in_a_moment_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_texts(tmp_path, *((step, f"name {step % 7}", "text " * 20) for step in range(10_000)))
+    add_texts(tmp_path, *((step, "sample", f"text {step} " * 20) for step in range(1, 10_001)))
     texts = texts_of(tmp_path)
     while texts.is_behind:
         texts.look()
-    assert len(texts) == 10_000
+    assert (len(texts), texts.dropped, texts.entries[0].iteration) == (10_000, 9900, 9901)
+    entry = texts.entry(9999)
+    assert entry is not None
+    assert texts.text_of(entry) == "text 10000 " * 20
+    assert texts.entry(9899) is None
+    assert texts.entry(10_000) is None
     monkeypatch.setattr(EntryList, "_take", lambda *_: pytest.fail("lines were read again"))
     texts.look()
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
-def test_only_a_file_of_the_run_itself_is_read(tmp_path: Path, kind: str) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    add_texts(elsewhere, (1, "secret", "a secret"))
-    put_odd(run / "texts.jsonl", kind, elsewhere / "texts.jsonl")
-    assert len(texts_of(run)) == 0
-
-
-def put_odd(path: Path, kind: str, target: Path) -> None:
-    """Put something other than a regular file in a file's place."""
-    if kind == "link":
-        path.symlink_to(target)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-
-
-def test_a_file_of_a_gigabyte_without_lines_does_not_hold_the_page_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_files, "READ_S", 0.05)
-    with (tmp_path / "texts.jsonl").open("wb") as file:
-        file.truncate(1 << 30)
-    texts = texts_of(tmp_path)
-    assert texts.is_behind
-    assert len(texts) == 0
 
 
 # -- images ------------------------------------------------------------------------------------------------
@@ -170,37 +131,16 @@ def test_an_image_is_sent_as_it_was_written(tmp_path: Path) -> None:
     assert image(tmp_path) == (200, path.read_bytes())
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../../etc/passwd", "/etc/passwd", "images/../run.json", "images/../../secret-7.png", "run.json",
-        "images/0123abcd-7.png/../../secret", "images/0123abcd-7.svg", "images\\0123abcd-7.png",
-        "images/0123abcd-٣.png",
-        "images//0123abcd-7.png", "http://evil.example/0123abcd-7.png", "images/0123abcd-7.png\0", "", "constructor",
-    ],
-)  # fmt: skip
-def test_a_line_names_an_image_of_its_run_or_nothing(tmp_path: Path, file: str) -> None:
-    add_image(tmp_path, 7, "one", file=file)
-    status, why = image(tmp_path)
-    assert (status, why) == (422, "one: this line of the images does not name an image of the run.")
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device", "missing"])
-def test_what_is_no_file_is_no_image(tmp_path: Path, kind: str) -> None:
-    path = add_image(tmp_path, 7, "one")
-    path.rename(tmp_path / "elsewhere.png")
-    if kind != "missing":
-        put_odd(path, kind, tmp_path / "elsewhere.png")
-    status, why = image(tmp_path)
-    assert status in (404, 422)
-    assert isinstance(why, str)
-
-
-def test_a_folder_of_images_that_is_a_link_is_none(tmp_path: Path) -> None:
-    add_image(tmp_path, 7, "one")
-    (tmp_path / "images").rename(tmp_path / "elsewhere")
-    (tmp_path / "images").symlink_to(tmp_path / "elsewhere")
-    assert image(tmp_path)[0] == 404
+def test_a_line_names_an_image_of_its_run_or_nothing(tmp_path: Path) -> None:
+    for file in (
+        "../../etc/passwd", "/etc/passwd", "images/../run.json", "images/../../secret-7.png", "run.json", "",
+        "images/0123abcd-7.png/../../secret", "images/0123abcd-7.svg", "images\\0123abcd-7.png", "constructor",
+        "images/0123abcd-٣.png", "images//0123abcd-7.png", "http://evil.example/0123abcd-7.png",
+        "images/0123abcd-7.png\0",
+    ):  # fmt: skip
+        (tmp_path / "images.jsonl").unlink(missing_ok=True)
+        add_image(tmp_path, 7, "one", file=file)
+        assert image(tmp_path) == (422, "one: this line of the images does not name an image of the run."), file
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -227,21 +167,13 @@ BAD_IMAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", BAD_IMAGES)
-def test_a_browser_gets_only_images_that_log_image_wrote(tmp_path: Path, why: str) -> None:
-    for number, data in enumerate(BAD_IMAGES[why]):
-        run = tmp_path / str(number)
-        run.mkdir()
-        add_image(run, 7, "one", data)
-        status, said = image(run)
-        assert (status, why in str(said)) == (422, True), (number, said)
-
-
-def test_an_image_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
-    path = add_image(tmp_path, 7, "one")
-    with path.open("wb") as file:
-        file.truncate(1 << 30)
-    assert image(tmp_path)[0] == 422
+def test_a_browser_gets_only_images_that_log_image_wrote(tmp_path: Path) -> None:
+    for why, contents in BAD_IMAGES.items():
+        for number, data in enumerate(contents):
+            (tmp_path / "images.jsonl").unlink(missing_ok=True)
+            add_image(tmp_path, 7, "one", data)
+            status, said = image(tmp_path)
+            assert (status, why in str(said)) == (422, True), (number, said)
 
 
 # -- the console -------------------------------------------------------------------------------------------
@@ -269,15 +201,15 @@ def test_the_console_is_read_from_its_end_back_and_onward(tmp_path: Path) -> Non
     assert piece(tmp_path, first=more["end"])["text"] == ""
 
 
-@pytest.mark.parametrize("cut", ["é", "∞", "🙂", "\x1b[38;5;9mred", "\x1b]0;title\x07x", "\x1bM"])
-def test_a_letter_or_an_escape_that_is_half_written_waits_for_its_rest(tmp_path: Path, cut: str) -> None:
-    whole = f"before {cut} after\n".encode()
-    for size in range(7, len(whole) + 1):
-        write_console(tmp_path, whole[:size])
-        first = piece(tmp_path, first=0)
-        write_console(tmp_path, whole)
-        rest = piece(tmp_path, first=first["end"])
-        assert first["text"] + rest["text"] == clean(whole)
+def test_a_letter_or_an_escape_that_is_half_written_waits_for_its_rest(tmp_path: Path) -> None:
+    for cut in ("é", "∞", "🙂", "\x1b[38;5;9mred", "\x1b]0;title\x07x", "\x1bM"):
+        whole = f"before {cut} after\n".encode()
+        for size in range(7, len(whole) + 1):
+            write_console(tmp_path, whole[:size])
+            first = piece(tmp_path, first=0)
+            write_console(tmp_path, whole)
+            rest = piece(tmp_path, first=first["end"])
+            assert first["text"] + rest["text"] == clean(whole), cut
 
 
 def test_escapes_of_terminals_are_left_out() -> None:
@@ -302,15 +234,12 @@ def test_binary_junk_is_a_text_at_any_place(tmp_path: Path) -> None:
         at = found["end"]
 
 
-def test_a_line_of_8_mib_and_a_sparse_gigabyte_are_read_in_pieces(tmp_path: Path) -> None:
+def test_a_line_of_8_mib_is_read_in_pieces(tmp_path: Path) -> None:
     write_console(tmp_path, "é" * (4 << 20))
     found = piece(tmp_path)
     assert found["end"] - found["start"] <= PIECE
     assert set(found["text"]) == {"é"}
     assert set(piece(tmp_path, before=found["start"] - 1)["text"]) <= {"é", "\ufffd"}
-    with (tmp_path / "console" / "rank-0.log").open("wb") as file:
-        file.truncate(1 << 30)
-    assert (piece(tmp_path)["text"], piece(tmp_path)["size"]) == ("", 1 << 30)
 
 
 def test_only_the_files_of_ranks_are_listed_in_their_order(tmp_path: Path) -> None:
@@ -321,15 +250,41 @@ def test_only_the_files_of_ranks_are_listed_in_their_order(tmp_path: Path) -> No
         assert read_console(tmp_path, name) == (404, "There is no such output.")
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device", "linked folder"])
-def test_a_console_that_is_elsewhere_is_not_read(tmp_path: Path, kind: str) -> None:
-    elsewhere = write_console(tmp_path, "a secret")
+# -- files that are none -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device", "missing", "linked folder"])
+def test_only_a_file_of_the_run_itself_is_read(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    if kind == "linked folder":
-        (run / "console").symlink_to(elsewhere.parent)
-        assert list_console(run) == []
-    else:
-        (run / "console").mkdir()
-        put_odd(run / "console" / "rank-0.log", kind, elsewhere)
+    add_texts(run, (1, "secret", "a secret"))
+    picture = add_image(run, 7, "one")
+    paths = [run / "texts.jsonl", picture, write_console(run, "a secret"), add_usage(run, 0, [(1.0, 77.0, 77.0)])]
+    for path in paths if kind != "linked folder" else [path.parent for path in paths[1:]]:
+        elsewhere = tmp_path / f"elsewhere-{path.name}"
+        path.rename(elsewhere)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind != "missing":
+            path.symlink_to("/dev/zero" if kind == "device" else elsewhere)
+    assert len(texts_of(run)) == (kind == "linked folder")
+    status, why = image(run)
+    assert status in ((404,) if kind in ("missing", "linked folder") else (404, 422))
+    assert isinstance(why, str)
     assert read_console(run, "rank-0") == (404, "There is no such output.")
+    assert kind != "linked folder" or list_console(run) == []
+    assert UsageView(run).look()["ranks"] == []
+
+
+def test_a_file_of_a_gigabyte_does_not_hold_the_page_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "READ_S", 0.05)
+    paths = [tmp_path / "texts.jsonl", add_image(tmp_path, 7, "one"), write_console(tmp_path, "")]
+    for path in paths:
+        with path.open("wb") as file:
+            file.truncate(1 << 30)
+    texts = texts_of(tmp_path)
+    assert (texts.is_behind, len(texts)) == (True, 0)
+    assert image(tmp_path)[0] == 422
+    assert (piece(tmp_path)["text"], piece(tmp_path)["size"]) == ("", 1 << 30)

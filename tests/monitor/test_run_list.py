@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,13 @@ from ddp_loop.monitor import run_list
 from ddp_loop.monitor.run_list import RunList, RunSummary, Snapshot
 from ddp_loop.reporting import find_runs
 from tests.support.harness import count_calls
-from tests.support.serving import Served, ask, row, served, write_lines, write_run
+from tests.support.logged_files import append_lines
+from tests.support.serving import ask, row, served, write_lines, write_run
 
 
 @pytest.fixture(autouse=True)
-def reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look reads the rows of all runs, however busy the machine is."""
+def _looks_each_time_at_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "READ_S", math.inf)
-
-
-@pytest.fixture(autouse=True)
-def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "LOOK_S", 0.0)
 
 
@@ -51,10 +48,8 @@ def write_trial(folder: Path, number: int = 0, **facts: Any) -> Path:
 def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: Path) -> None:
     top = tmp_path / "sweep"
     runs = RunList([top])
-    assert (
-        runs_of(runs.look())["sweep"]["says"]
-        == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
-    )
+    missing = "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
+    assert runs_of(runs.look())["sweep"]["says"] == missing
     write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
     write_run(top / "deep" / "below" / "it", [row(1)], status="done", iteration=1)
     write_run(top / "deep" / "below" / "it" / "too", [row(1)], status="done", iteration=1)
@@ -67,28 +62,20 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
     later = runs.look()
     assert list(runs_of(later, now.version)) == ["trials/0001"]
     assert runs_of(later)["trials/0001"]["says"] == "waiting for a slot"
-    folder = RunFolder(top / "trials" / "0001", {}, None)
-    try:
+    with closing(RunFolder(top / "trials" / "0001", {}, None)) as folder:
         folder.write_status("running", epochs=1, steps_per_epoch=10, steps=None, iteration=0)
         begun = runs.look()
         assert {key: run["state"] for key, run in runs_of(begun, later.version).items()} == {"trials/0001": "running"}
-    finally:
-        folder.close()
 
 
+@pytest.mark.covers("E4")
 def test_the_page_finds_the_runs_that_the_command_finds(tmp_path: Path) -> None:
     for name in ("a", "a/below", "b/c/d", "before/x", "tables/x", "again/x", ".x/y", "checkpoints/x", "pictures/x"):
         write_run(tmp_path / "top" / name, [row(1)])
     (tmp_path / "top" / "link").symlink_to(tmp_path / "top" / "a")
     found = [str(path.relative_to(tmp_path / "top")) for path in find_runs(tmp_path / "top")]
     assert list(runs_of(RunList([tmp_path / "top"]).look())) == found == ["a", "a/below", "b/c/d"]
-
-
-@pytest.mark.covers("E4")
-def test_a_run_folder_is_one_run_whatever_lies_below_it(tmp_path: Path) -> None:
-    write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
-    write_run(tmp_path / "one" / "other", [row(1)])
-    assert list(runs_of(RunList([tmp_path / "one"]).look())) == ["one"]
+    assert list(runs_of(RunList([tmp_path / "top" / "a"]).look())) == ["a"]  # one run, whatever lies below it
 
 
 def test_a_removed_run_leaves_the_list_and_comes_back_under_its_key(tmp_path: Path) -> None:
@@ -107,34 +94,19 @@ def test_a_removed_run_leaves_the_list_and_comes_back_under_its_key(tmp_path: Pa
     event = json.loads(third.changes(second.version))
     assert (event["removed"], [run["iteration"] for run in event["runs"]]) == ([], [2])
     assert json.loads(third.changes(first.version))["removed"] == []
-
-
-def test_a_run_whose_file_is_gone_for_a_moment_stays_in_the_list(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [row(1)], status="done", iteration=1)
-    write_run(tmp_path / "b", [row(1)], status="done", iteration=1)
-    runs = RunList([tmp_path])
-    runs.look()
-    (tmp_path / "a" / "run.json").rename(tmp_path / "a" / "kept")  # as a new run in this folder does
+    (tmp_path / "a" / "run.json").rename(tmp_path / "a" / "kept")  # for a moment, as a new run in this folder does
     assert list(runs_of(runs.look())) == ["a", "b"]
 
 
 def test_keys_are_unique_stable_and_fit_an_address(tmp_path: Path) -> None:
-    names = ["a b", "a?b", "a#b", "rate=0.1,x", "läufe", "curves", "stop", "x%2fy", "q\"'<&>"]
-    for name in names:
+    keys = {
+        "a b": "a-b", "a#b": "a-b-2", "a?b": "a-b-3", "curves": "curves-", "läufe": "läufe", "q\"'<&>": "q-----",
+        "rate=0.1,x": "rate=0.1,x", "stop": "stop-", "x%2fy": "x-2fy",
+    }  # fmt: skip
+    for name in keys:
         write_run(tmp_path / "top" / name, [row(1)])
     runs = RunList([tmp_path / "top"])
-    found = runs_of(runs.look())
-    assert {run["name"]: key for key, run in found.items()} == {
-        "a b": "a-b",
-        "a#b": "a-b-2",
-        "a?b": "a-b-3",
-        "curves": "curves-",
-        "läufe": "läufe",
-        "q\"'<&>": "q-----",
-        "rate=0.1,x": "rate=0.1,x",
-        "stop": "stop-",
-        "x%2fy": "x-2fy",
-    }
+    assert {run["name"]: key for key, run in runs_of(runs.look()).items()} == keys
     shutil.rmtree(tmp_path / "top" / "a b")
     assert runs_of(runs.look())["a-b-3"]["name"] == "a?b"
 
@@ -208,17 +180,23 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize("status", ["pruned", "killed", "not finite", "timed out", "interrupted", "failed", "stopped"])
-def test_a_trial_has_the_state_of_its_sweep(tmp_path: Path, status: str) -> None:
-    folder = write_run(tmp_path / "0007", [row(1), row(2)], status="running", iteration=0)
-    write_trial(folder, 7, status=status, value=0.25, why="because", attempts=[{"began": 3.0}])
-    said = runs_of(RunList([tmp_path]).look())["0007"]
-    assert said["state"] == status
-    assert said["trial"] == {
-        "number": 7, "value": 0.25, "status": status, "why": "because", "objective": "loss", "direction": "minimize",
-        "can_again": status not in ("pruned", "interrupted"),
-    }  # fmt: skip
-    assert said["config"] == {"rate": 0.1}
+def test_a_trial_has_the_state_of_its_sweep_and_runs_also_before_and_after_its_loop(tmp_path: Path) -> None:
+    write_run(tmp_path / "0007", [row(1), row(2)], status="running", iteration=0)
+    for status in ("pruned", "killed", "not finite", "timed out", "interrupted", "failed", "stopped"):
+        write_trial(tmp_path / "0007", 7, status=status, value=0.25, why="because", attempts=[{"began": 3.0}])
+        said = runs_of(RunList([tmp_path]).look())["0007"]
+        assert (said["state"], said["config"]) == (status, {"rate": 0.1})
+        assert said["trial"] == {
+            "number": 7, "value": 0.25, "status": status, "why": "because", "objective": "loss",
+            "direction": "minimize", "can_again": status not in ("pruned", "interrupted"),
+        }  # fmt: skip
+    write_trial(tmp_path / "0007", 7, status="running")
+    for status, state in (("done", "running"), ("failed", "failed"), ("running", "lost"), (None, "starting")):
+        (tmp_path / "0007" / "status.json").write_text(json.dumps({"status": status}))
+        if status is None:
+            (tmp_path / "0007" / "status.json").unlink()
+        said = runs_of(RunList([tmp_path]).look())["0007"]
+        assert (said["state"], said["can_stop"]) == (state, False)
 
 
 def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(tmp_path: Path) -> None:
@@ -228,26 +206,14 @@ def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(t
     assert (said["last"], said["best"]) == ({"loss": None, "accuracy": 0.4}, {"loss": 1.0, "accuracy": 0.9})
 
 
-@pytest.mark.parametrize(
-    ("status", "state"), [(None, "starting"), ("done", "running"), ("failed", "failed"), ("running", "lost")]
-)
-def test_a_trial_runs_also_before_and_after_its_loop(tmp_path: Path, status: str | None, state: str) -> None:
-    folder = write_run(tmp_path / "0007", [row(1)], **({} if status is None else {"status": status}))
-    write_trial(folder, 7, status="running")
-    said = runs_of(RunList([tmp_path]).look())["0007"]
-    assert (said["state"], said["can_stop"]) == (state, False)
-
-
-WRONG_KINDS = '{"parameters": 3, "config": 3, "attempts": [4], "status": ["x"], "value": "y", "began": "z"}'
-
-
-@pytest.mark.parametrize("text", ["[", "[1]", '"x"', WRONG_KINDS])
-def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path, text: str) -> None:
+def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
-    (folder / "trial.json").write_text(text)
-    (folder / "run.json").write_text(text)
-    said = runs_of(RunList([tmp_path]).look())["one"]
-    assert (said["state"], said["config"], said["began"]) == ("done", {}, None)
+    kinds = '{"parameters": 3, "config": 3, "attempts": [4], "status": ["x"], "value": "y", "began": "z"}'
+    for text in ("[", "[1]", '"x"', kinds):
+        (folder / "trial.json").write_text(text)
+        (folder / "run.json").write_text(text)
+        said = runs_of(RunList([tmp_path]).look())["one"]
+        assert (said["state"], said["config"], said["began"]) == ("done", {}, None), text
 
 
 def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
@@ -269,8 +235,7 @@ def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
     (run / "note.txt").write_text("seen")
     assert summary.look(time.monotonic() + 9)
     assert (read, summary.said["note"]) == (["one"], "seen")
-    with (run / "rows.jsonl").open("a") as file:
-        file.write(json.dumps(row(2)) + "\n")
+    append_lines(run / "rows.jsonl", [row(2)])
     assert summary.look(time.monotonic() + 9)
     assert summary.said["last"] == {"loss": 1 / 2}
     write_lines(run / "rows.jsonl", [row(1, loss=5.0)])  # it resumed from an earlier step
@@ -304,8 +269,7 @@ def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: 
     assert calls["open"] == calls["read"] == calls["loads"] == 0
     assert calls.total() < 1000 * 200  # 105 for each run, in 30 us
     assert runs.look().version == before.version
-    with (tmp_path / "trials" / "0123" / "rows.jsonl").open("a") as file:
-        file.write(json.dumps(row(4)) + "\n")
+    append_lines(tmp_path / "trials" / "0123" / "rows.jsonl", [row(4)])
     event = runs.look().changes(before.version)
     assert [run["key"] for run in json.loads(event)["runs"]] == ["trials/0123"]
     assert len(event) < 2000  # bytes: the other runs are not sent again
@@ -324,12 +288,8 @@ def test_a_request_can_name_each_run_below_a_folder_and_nothing_else(tmp_path: P
             assert client.post(f"/api/runs/{key}/stop").status_code == 409
         for path in ("trials", "trials/0002", "..%2foutside", "trials/../../outside", "%2e%2e/outside", "outside"):
             for what in ("", "/curves"):
-                assert _status(page, f"/api/runs/{path}{what}") == 404
-        assert _status(page, f"/api/runs/{tmp_path}/outside/curves") == 404
-
-
-def _status(page: Served, target: str) -> int:
-    return ask(page, "GET", target, page.headers)[0]
+                assert ask(page, "GET", f"/api/runs/{path}{what}", page.headers)[0] == 404
+        assert ask(page, "GET", f"/api/runs/{tmp_path}/outside/curves", page.headers)[0] == 404
 
 
 def test_known_runs_are_found_while_another_thread_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ import pytest
 from ddp_loop.checkpoint import RunFolder
 from tests.support.browsing import NEEDS_BROWSER, WIDE, Visit
 from tests.support.harness import until
+from tests.support.logged_files import append_lines
 from tests.support.serving import row, served, write_lines, write_run
 from tests.support.sweep_folders import write_trial
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
-SMALL = (360, 740)
-NARROW = (1000, 800)
+SMALL = (390, 844)
 
 
 def write_sweep(top: Path, count: int, steps: int = 20) -> Path:
@@ -56,24 +56,54 @@ def sweep(tmp_path: Path) -> Path:
 
 # -- the list ----------------------------------------------------------------------------------------------
 
+FOUND: dict[str, Any] = {
+    "0003": [3], "STOPPED": [3, 7, 11], "rate=0.1": [0, 3, 6, 9], "rate=1e-1": [0, 3, 6, 9], "rate=0.": range(12),
+    "rate=0.1234567890123 done": [1, 4, 10], "rate<=0.13 rate>0.1": [1, 4, 7, 10], "loss<2": [0, 7],
+    "momentum=0.9 trials/000": range(10), "nothing": [], "rate=": range(12), "loss=2": [3, 10],
+    "name=trials/0004": [4], "state=stop momentum!=0.5": [3, 7, 11], "steps<20": [], '"0001"': [1],
+}  # fmt: skip
 
-def test_the_list_has_a_line_for_each_run_and_the_newest_ten_are_drawn(visit: Any, sweep: Path) -> None:
+
+def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(visit: Any, sweep: Path) -> None:
     with served(sweep) as page:
         one = visit(page)
         assert lines(one) == trials(*range(12))
         assert checked(one) == trials(*range(2, 12))
         until(lambda: len(one.last("loss")) == 10, "all ten are drawn")
         line = one.page.locator(".line[data-run='trials/0003']")
-        assert line.locator(".state").inner_text() == "stopped"
+        assert [line.locator(part).inner_text() for part in (".state", ".value")] == ["stopped", "2"]
         assert line.locator(".parameters").inner_text() == "rate=0.1"  # momentum is the same in all
         long = one.page.locator(".line[data-run='trials/0004'] .parameters")
         assert (long.inner_text(), "rate=0.1234567890123" in str(long.get_attribute("title"))) == ("rate=0.1235", True)
-        assert line.locator(".value").inner_text() == "2"
-        assert one.text("#count") == "12 runs"
-        assert not one.page.locator(".run").is_visible()
-        assert not one.page.locator("#unfold").is_visible()
+        assert (one.text("#count"), one.page.title()) == ("12 runs", "12 runs")
+        assert not one.page.locator(".run, #unfold").filter(visible=True).count()
         assert one.page.get_by_role("tab", selected=True).inner_text() == "Curves"
-        assert one.page.title() == "12 runs"
+
+        search = one.page.get_by_label("Search runs")
+        for text, found in FOUND.items():
+            search.fill(text)
+            assert lines(one) == trials(*found), text
+            clears = "" if found else ". Empty the search to see all."
+            assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
+            assert one.text("#states") == "9 done · 3 stopped"
+        search.fill("rate<x")
+        assert one.text("#count") == "0 of 12 runs. x is no number. Empty the search to see all."
+        search.fill("")
+
+        turn, values = (
+            one.page.get_by_role("button", name="Reverse the order"),
+            one.page.locator(".line:visible .value"),
+        )
+        one.page.get_by_label("Sort").select_option("value")
+        sorted_values = sorted(values.all_text_contents())
+        assert (values.all_text_contents(), lines(one)[:2]) == (sorted_values, trials(0, 7))  # equal ones by name
+        turn.click()
+        assert values.all_text_contents() == sorted_values[::-1]
+        one.page.get_by_label("Sort").select_option("began")
+        assert lines(one) == trials(*range(11, -1, -1))
+        turn.click()
+        one.page.get_by_label("Sort").select_option("state")
+        assert lines(one) == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
 
 
 def test_runs_that_begin_later_appear_and_those_that_are_removed_go(visit: Any, sweep: Path) -> None:
@@ -82,90 +112,32 @@ def test_runs_that_begin_later_appear_and_those_that_are_removed_go(visit: Any, 
         with closing(RunFolder(sweep / "trials" / "0100", {}, None)) as folder:
             folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
             one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
-            (folder.folder / "rows.jsonl").write_text(json.dumps(row(50, loss=0.5)) + "\n")
+            write_lines(folder.folder / "rows.jsonl", [row(50, loss=0.5)])
             one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
             assert checked(one) == ["trials/0100", *trials(*range(3, 12))]  # running, so first; the oldest one made way
             assert one.page.title() == "1 running · 13 runs"
         one.waits_for(".line[data-run='trials/0100'] .state", "lost")
-        (sweep / "trials" / "0100").rename(sweep.parent / "elsewhere")
+        (sweep / "trials" / "0100").rename(sweep.parent / "0100")
         until(lambda: lines(one) == trials(*range(12)), "its line is gone")
-
-
-def test_lines_are_sorted_by_name_state_value_and_start(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        one.page.get_by_label("Sort").select_option("value")
-        values = one.page.locator(".lines .line:visible .value").all_text_contents()
-        assert values == sorted(values)
-        assert lines(one)[:2] == trials(0, 7)  # 1, 1: equal ones by name
-        one.page.get_by_role("button", name="Reverse the order").click()
-        assert one.page.locator(".lines .line:visible .value").all_text_contents() == sorted(values, reverse=True)
-        one.page.get_by_label("Sort").select_option("began")
-        assert lines(one) == trials(*range(11, -1, -1))
-        one.page.get_by_role("button", name="Reverse the order").click()
-        one.page.get_by_label("Sort").select_option("state")
-        assert lines(one) == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("0003", [3]),
-        ("STOPPED", [3, 7, 11]),
-        ("rate=0.1", [0, 3, 6, 9]),
-        ("rate=1e-1", [0, 3, 6, 9]),
-        ("rate=0.", range(12)),
-        ("rate=0.1234567890123 done", [1, 4, 10]),
-        ("rate<=0.13 rate>0.1", [1, 4, 7, 10]),
-        ("loss<2", [0, 7]),
-        ("momentum=0.9 trials/000", range(10)),
-        ("nothing", []),
-        ("rate=", range(12)),
-        ("loss=2", [3, 10]),
-        ("name=trials/0004", [4]),
-        ("state=stop momentum!=0.5", [3, 7, 11]),
-        ("steps<20", []),
-        ('"0001"', [1]),
-    ],
-)
-def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, text: str, found: Any) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        one.page.get_by_label("Search runs").fill(text)
-        assert lines(one) == trials(*found)
-        clears = "" if found else ". Empty the search to see all."
-        assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
-        assert one.text("#states") == "9 done · 3 stopped"
-
-
-def test_the_search_reports_unknown_words_and_finds_names_with_signs(visit: Any, sweep: Path) -> None:
-    write_run(sweep / "rate2=0.1,seed=3", [row(1)], status="done", iteration=1)
-    with served(sweep) as page:
-        one = visit(page)
+        write_run(sweep / "rate2=0.1,seed=3", [row(1)], status="done", iteration=1)
+        until(lambda: len(lines(one)) == 13, "a run whose name has signs is there")
         for text, said in (
-            ("rate<x", "0 of 13 runs. x is no number. Empty the search to see all."),
-            ("speed=3", "0 of 13 runs. No column is called speed. Empty the search to see all."),
             ("rate2=0.1,seed", "1 of 13 runs"),
             ("rate2=0.2", "0 of 13 runs. No column is called rate2. Empty the search to see all."),
+            ("", "13 runs"),
         ):
             one.page.get_by_label("Search runs").fill(text)
             assert one.text("#count") == said
-            assert len(lines(one)) == int(said.split()[0])
-
-
-def test_boxes_and_the_search_choose_the_curves(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        one.page.get_by_role("button", name="Draw none").click()
-        assert checked(one) == []
-        one.waits_for("#limit", "No run is chosen.")
-        one.page.get_by_role("checkbox", name="Draw trials/0001").check()
-        until(lambda: one.last("loss") == [[20, 6]], "one curve")
-        assert not one.page.locator("#limit").is_visible()
-        one.page.get_by_label("Search runs").fill("stopped")
-        one.page.get_by_role("button", name="Show only these").click()
-        until(lambda: one.last("loss") == [[20, 2], [20, 1], [20, 7]], "three others")
-        assert one.text(".chart[data-metric=loss] .values").split() == ["2", "1", "7", "step", "20"]
+        one.page.locator(".line[data-run='trials/0003'] .open").click()
+        one.waits_for(".run .name", "trials/0003")
+        (sweep / "trials" / "0003").rename(sweep.parent / "0003")
+        one.waits_for("#notice", f"trials/0003 is gone: its folder {sweep}/trials/0003 was removed.")
+        sweep.rename(sweep.parent / "elsewhere")
+        one.waits_for("#notice", f"{sweep} was removed. Its runs appear here again when it is back.")
+        assert one.text(".says") == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
+        (sweep.parent / "elsewhere").rename(sweep)
+        one.page.locator("#notice").wait_for(state="hidden")
+        until(lambda: len(lines(one)) == 12, "the other runs are back")
 
 
 def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(visit: Any, tmp_path: Path) -> None:
@@ -186,13 +158,7 @@ def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(visit: Any
         one.page.locator(".line[data-run='trials/0001'] .open").hover()
         one.waits_for(".chart[data-metric=accuracy] .values", "trials/0001: 0.5")
         assert one.ink("accuracy") != before  # its curve is wider now
-        one.page.evaluate(
-            """() => {
-                const smoothing = document.getElementById("smoothing");
-                smoothing.value = "10";
-                smoothing.dispatchEvent(new Event("change"));
-            }"""
-        )
+        one.page.get_by_label("Smoothing").select_option("10")
         until(lambda: len(one.last("loss")) == 100, "the smoothed curves are drawn")
         assert one.chart("loss", "standing") == "trials/0001"  # in new charts too
 
@@ -213,76 +179,52 @@ def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first
         one.waits_for(".best", "Best: trials/0002 eval loss 3.5")
         one.page.locator("#best").click()
         one.waits_for(".run .name", "trials/0002")
-
-
-def test_the_head_compares_the_trials_of_a_sweep_by_its_objective(visit: Any, tmp_path: Path) -> None:
-    for number, accuracy in enumerate((0.5, 0.9, 0.7)):
+    for number, accuracy in enumerate((0.5, 0.9, 0.7)):  # trials of a sweep are compared by its objective
         facts: dict[str, Any] = {"objective": "accuracy", "direction": "maximize", "value": accuracy}
-        write_trial(tmp_path / "sweep", number, {"rate": number}, **facts)
-    with served(tmp_path / "sweep") as page:
+        write_trial(tmp_path / "other", number, {"rate": number}, **facts)
+    with served(tmp_path / "other") as page:
         visit(page).waits_for(".best", "Best: trials/0001 accuracy 0.9")
-
-
-def test_a_folder_and_a_card_that_vanish_are_one_line_each(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        one.page.locator(".line[data-run='trials/0003'] .open").click()
-        one.waits_for(".run .name", "trials/0003")
-        (sweep / "trials" / "0003").rename(sweep.parent / "0003")
-        one.waits_for("#notice", f"trials/0003 is gone: its folder {sweep}/trials/0003 was removed.")
-        sweep.rename(sweep.parent / "elsewhere")
-        one.waits_for("#notice", f"{sweep} was removed. Its runs appear here again when it is back.")
-        assert one.text(".says") == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
-        (sweep.parent / "elsewhere").rename(sweep)
-        one.page.locator("#notice").wait_for(state="hidden")
-        until(lambda: len(lines(one)) == 11, "the other runs are back")
 
 
 # -- a card ------------------------------------------------------------------------------------------------
 
 
-def test_a_card_opens_from_its_line_and_closes_with_escape(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        one.page.get_by_label("Search runs").focus()
-        one.page.locator(".line[data-run='trials/0003'] .open").focus()
-        one.page.keyboard.press("Enter")
-        one.waits_for(".run .folder", str(sweep / "trials" / "0003"))
-        assert one.text(".run .name") == "trials/0003"
-        assert one.text(".says") == "stopped at step 20, checkpoint saved"
-        one.waits_for(".run .facts", "rate")
-        one.waits_for(".continue code", "torchrun --nproc_per_node=2 lab/train.py")
-        assert one.page.get_attribute(".line[data-run='trials/0003'] .open", "aria-expanded") == "true"
-        assert one.page.evaluate("document.activeElement.className") == "close"
-        one.page.keyboard.press("Escape")
-        assert not one.page.locator(".run").is_visible()
-        assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
-        one.page.locator(".line[data-run='trials/0005'] .open").click()
-        one.waits_for(".run .name", "trials/0005")
-        assert one.page.locator(".continue").is_hidden()
-        one.page.locator(".line[data-run='trials/0004'] .open").click()  # another one, without closing the first
-        one.waits_for(".run .folder", str(sweep / "trials" / "0004"))
-        one.page.get_by_role("button", name="Close").click()
-        assert not one.page.locator(".run").is_visible()
-
-
-def test_the_run_of_an_open_card_is_drawn_until_it_is_closed(visit: Any, sweep: Path) -> None:
+def test_boxes_the_search_and_the_open_card_choose_the_curves(visit: Any, sweep: Path) -> None:
     with served(sweep) as page:
         one = visit(page)
         one.page.get_by_role("button", name="Draw none").click()
         one.waits_for("#limit", "No run is chosen.")
-        one.page.locator(".line[data-run='trials/0003'] .open").click()
+        one.page.get_by_label("Search runs").focus()
+        opener = one.page.locator(".line[data-run='trials/0003'] .open")
+        opener.focus()
+        one.page.keyboard.press("Enter")
+        one.waits_for(".run .folder", str(sweep / "trials" / "0003"))
+        assert (one.text(".run .name"), one.text(".says")) == ("trials/0003", "stopped at step 20, checkpoint saved")
+        one.waits_for(".run .facts", "rate")
+        one.waits_for(".continue code", "torchrun --nproc_per_node=2 lab/train.py")
+        assert opener.get_attribute("aria-expanded") == "true"
+        assert one.page.evaluate("document.activeElement.className") == "close"
         until(lambda: one.last("loss") == [[20, 2]], "its curve")
-        assert not one.page.locator("#limit").is_visible()
-        assert checked(one) == []
-        one.page.locator(".line[data-run='trials/0002'] .open").click()
+        assert (one.page.locator("#limit").is_visible(), checked(one)) == (False, [])
+        one.page.keyboard.press("Escape")
+        assert not one.page.locator(".run").is_visible()
+        assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
+        opener.click()
+        one.page.locator(".line[data-run='trials/0002'] .open").click()  # another one, without closing the first
+        one.waits_for(".run .folder", str(sweep / "trials" / "0002"))
+        assert one.page.locator(".continue").is_hidden()
         until(lambda: one.last("loss") == [[20, 4]], "that of the other one")
         one.page.get_by_role("checkbox", name="Draw trials/0002").check()
         one.page.get_by_role("button", name="Close").click()
+        assert not one.page.locator(".run").is_visible()
         assert one.last("loss") == [[20, 4]]
         one.page.get_by_role("checkbox", name="Draw trials/0002").uncheck()
         one.waits_for("#limit", "No run is chosen.")
-        assert one.last("loss") == []
+        assert (checked(one), one.last("loss")) == ([], [])
+        one.page.get_by_label("Search runs").fill("stopped")
+        one.page.get_by_role("button", name="Show only these").click()
+        until(lambda: one.last("loss") == [[20, 2], [20, 1], [20, 7]], "three others")
+        assert one.text(".chart[data-metric=loss] .values").split() == ["2", "1", "7", "step", "20"]
 
 
 @pytest.mark.covers("E4", "E5")
@@ -301,6 +243,10 @@ def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) ->
             one.page.keyboard.press("Escape")
             assert one.page.locator(".run").is_visible()  # Escape closed the question only
             one.page.get_by_role("button", name="Stop trials/0101").click()
+            one.page.keyboard.press("Enter")  # the safe choice has the focus
+            until(lambda: not one.page.get_by_role("button", name="Stop the run").is_visible(), "it is closed again")
+            assert second.asked_to_stop() is None
+            one.page.get_by_role("button", name="Stop trials/0101").click()
             one.page.get_by_role("button", name="Stop the run").click()
             one.waits_for(".line[data-run='trials/0101'] .state", "stopping")
             assert (first.asked_to_stop(), second.asked_to_stop()) == (None, "the page")
@@ -315,7 +261,11 @@ def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) ->
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_a_button_folds_the_list_away(visit: Any, sweep: Path, scheme: str) -> None:
+def test_on_a_phone_a_button_folds_the_list_away_and_another_one_unfolds_rename_and_hide(
+    visit: Any, sweep: Path, scheme: str
+) -> None:
+    long = "sgd-lr0.1-momentum0.9-width32"
+    (sweep / "trials" / "0000" / "name.txt").write_text(long)
     with served(sweep) as page:
         one = visit(page, SMALL, scheme)
         assert not one.page.locator("#list").is_visible()
@@ -327,36 +277,17 @@ def test_on_a_phone_a_button_folds_the_list_away(visit: Any, sweep: Path, scheme
         one.page.keyboard.press("Escape")
         assert not one.page.locator("#list").is_visible()
         one.page.get_by_role("button", name="Runs (12)").click()
+        name = one.page.locator(".line .name", has_text=long)
+        assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")  # it is whole
+        hide = one.page.get_by_role("button", name=f"Hide {long}", exact=True)
+        assert not hide.is_visible()
+        one.page.get_by_role("button", name=f"Rename or hide {long}").click()
+        hide.click()
+        assert lines(one) == trials(*range(1, 12))
         one.page.locator(".line[data-run='trials/0003'] .open").click()
         assert not one.page.locator("#list").is_visible()
         one.waits_for(".run .name", "trials/0003")
         assert one.page.evaluate(wide) == SMALL[0]
-
-
-def test_on_a_phone_rename_and_hide_are_behind_one_button(visit: Any, tmp_path: Path) -> None:
-    names = ["sgd-lr0.1-momentum0.9-width32", "other"]
-    for name in names:
-        write_run(tmp_path / name, [row(1)], status="done", iteration=1)
-    with served(tmp_path) as page:
-        one = visit(page, (390, 844))
-        assert one.page.evaluate("document.documentElement.scrollWidth") == 390
-        one.page.get_by_role("button", name="Runs (2)").click()
-        name = one.page.locator(".line .name", has_text=names[0])
-        assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")  # it is whole
-        hide = one.page.get_by_role("button", name=f"Hide {names[0]}", exact=True)
-        assert not hide.is_visible()
-        one.page.get_by_role("button", name=f"Rename or hide {names[0]}").click()
-        hide.click()
-        assert lines(one) == ["other"]
-
-
-def test_the_curves_are_on_the_first_screen_beside_the_list(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page, NARROW)
-        chart, panel = (one.page.locator(place).first.bounding_box() for place in (".chart", "#list"))
-        assert panel["x"] + panel["width"] <= chart["x"]
-        assert chart["y"] + chart["height"] < NARROW[1]
-        assert one.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
 
 
 def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another(visit: Any, tmp_path: Path) -> None:
@@ -370,6 +301,11 @@ def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another
         write_run(tmp_path / "sweep" / "trials" / "0001", [row(1)], status="done", iteration=1)
         until(lambda: lines(one) == trials(0, 1), "the list appears")
         assert not one.page.locator(".run").is_visible()
+        one.page.set_viewport_size({"width": 1000, "height": 800})
+        chart, panel = (one.page.locator(place).first.bounding_box() for place in (".chart", "#list"))
+        assert panel["x"] + panel["width"] <= chart["x"]
+        assert chart["y"] + chart["height"] < 800
+        assert one.page.evaluate("document.documentElement.scrollWidth") == 1000
 
 
 # -- many --------------------------------------------------------------------------------------------------
@@ -391,8 +327,7 @@ def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(visit:
                         { subtree: true, childList: true, attributes: true, characterData: true });
             }"""
         )
-        with (sweep / "trials" / "0123" / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row(4, loss=0.125)) + "\n")
+        append_lines(sweep / "trials" / "0123" / "rows.jsonl", [row(4, loss=0.125)])
         one.waits_for(".line[data-run='trials/0123'] .value", "0.125")
         assert one.page.evaluate("[...touched]") == ["trials/0123"]
         one.page.get_by_label("Search runs").fill("rate=0.1 done")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from itertools import product
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from ddp_loop.reporting import JsonlTail
 from ddp_loop.reporting.jsonl import CHUNK
 from ddp_loop.smoothing import smooth
 from tests.support.harness import count_calls
+from tests.support.logged_files import append_lines
 from tests.support.serving import row, write_lines
 
 
-def append(path: Path, text: str | bytes) -> None:
-    with path.open("ab") as file:
-        file.write(text if isinstance(text, bytes) else text.encode())
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
 
 
 def iterations(tail: JsonlTail) -> tuple[bool, list[int]]:
@@ -50,7 +52,7 @@ def test_a_truncated_file_is_read_again_also_if_it_has_grown_as_long_since(tmp_p
     assert iterations(tail) == (False, list(range(1, 8)))
     size = len("".join(json.dumps(row(k)) + "\n" for k in range(1, 6)))
     os.truncate(tail.path, size)
-    append(tail.path, "".join(json.dumps(row(k) | {"elapsed_s": 0.08}) + "\n" for k in range(6, 6 + again)))
+    append_lines(tail.path, [row(k, elapsed_s=0.08) for k in range(6, 6 + again)])
     assert iterations(tail) == (True, list(range(1, 6 + again)))
     assert tail.lines == 5 + again
 
@@ -69,28 +71,17 @@ def test_another_file_of_the_name_is_read_from_its_start_and_one_that_is_gone_ha
     assert iterations(tail) == (False, [])
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b"{]",
-        b"",
-        b"[1]",
-        b"3",
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b'{"loss": ' + b"9" * 5000 + b"}",
-        b" " * CHUNK + b'{"iteration": 9}',
-    ],
-    ids=["broken", "empty", "a list", "a number", "deep", "no text", "long number", "long"],
-)
-def test_a_line_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path: Path, bad: bytes) -> None:
-    tail = JsonlTail(tmp_path / "rows.jsonl")
-    append(tail.path, b'{"iteration": 1}\n' + bad + b'\n{"iteration": 2}\n')
-    found, more = list[int](), True
-    while more:
-        news = tail.poll()
-        found, more = found + [one["iteration"] for one in news.rows], news.more
-    assert (found, tail.unreadable, tail.first_unreadable, tail.half) == ([1, 2], 1, 2, 0)
+def test_a_line_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path: Path) -> None:
+    long = b" " * CHUNK + b'{"iteration": 9}'
+    number = b'{"loss": ' + b"9" * 5000 + b"}"
+    for at, bad in enumerate((b"{]", b"", b"[1]", b"3", b"[" * 100_000, b"\xff\xfe", number, long)):
+        tail = JsonlTail(tmp_path / f"{at}.jsonl")
+        tail.path.write_bytes(b'{"iteration": 1}\n' + bad + b'\n{"iteration": 2}\n')
+        found, more = list[int](), True
+        while more:
+            news = tail.poll()
+            found, more = found + [one["iteration"] for one in news.rows], news.more
+        assert (found, tail.unreadable, tail.first_unreadable, tail.half) == ([1, 2], 1, 2, 0), bad[:9]
 
 
 # -- columns -----------------------------------------------------------------------------------------------
@@ -127,42 +118,32 @@ def test_a_row_of_an_earlier_iteration_replaces_those_after_it_and_one_of_the_sa
     assert columns.last() == {"iteration": 2, "epoch": 1, "loss": None, "accuracy": 0.25}  # nothing of the earlier one
 
 
-@pytest.mark.parametrize("iteration", [None, "1", 1.0, True, -1, 10**13])
-def test_a_row_without_an_iteration_is_counted_and_left_out(iteration: object) -> None:
-    columns = columns_of({"iteration": iteration, "loss": 1})
-    assert (len(columns), columns.refused, columns.names, columns.last()) == (0, 1, [], {})
+def test_a_row_without_an_iteration_is_counted_and_left_out() -> None:
+    for iteration in (None, "1", 1.0, True, -1, 10**13):
+        columns = columns_of({"iteration": iteration, "loss": 1})
+        assert (len(columns), columns.refused, columns.names, columns.last()) == (0, 1, [], {}), iteration
 
 
 ODD: tuple[dict[str, Any], ...] = (
-    {"loss": None},
-    {"loss": float("inf"), "right": True},
-    {"loss": 10**400},
-    {"loss": 10**19},
-    {"loss": "1.5"},
-    {"loss": [1]},
-    {"epoch": 1.0},
-    {"epoch": -1},
-    {"iteration": "7"},
-    {"late": 2.0},
-)
+    {}, {"loss": None}, {"loss": float("inf"), "right": True}, {"loss": 10**400}, {"loss": 10**19}, {"loss": "1.5"},
+    {"loss": [1]}, {"epoch": 1.0}, {"epoch": -1}, {"iteration": "7"}, {"late": 2.0},
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("odd", range(-1, len(ODD)))
-@pytest.mark.parametrize("place", [0, 30, 59])
 @pytest.mark.parametrize("after", [None, 60, 25])
-def test_many_rows_at_once_become_the_columns_of_row_by_row(odd: int, place: int, after: int | None) -> None:
-    rows = [{"epoch": 1 + k // 20, "iteration": k + 1, "loss": 1 / (k + 1), "accuracy": k} for k in range(60)]
-    if odd >= 0:
-        rows[place] = rows[place] | ODD[odd]
+def test_many_rows_at_once_become_the_columns_of_row_by_row(after: int | None) -> None:
     again = [] if after is None else [{"epoch": 9, "iteration": after + k, "loss": -1.0} for k in range(12)]
-    one, other = columns_of(*rows, *again), MetricSeries()
-    for part in (rows[:10], rows[10:], again):
-        other.extend(part)
-    assert (other.names, other.refused, len(other), other.last()) == (one.names, one.refused, len(one), one.last())
-    for name in one.names:
-        np.testing.assert_array_equal(other.values(name), one.values(name))
-    np.testing.assert_array_equal(other.iterations, one.iterations)
-    np.testing.assert_array_equal(other.epochs, one.epochs)
+    for odd, place in product(ODD, (0, 30, 59)):
+        rows = [{"epoch": 1 + k // 20, "iteration": k + 1, "loss": 1 / (k + 1), "accuracy": k} for k in range(60)]
+        rows[place] = rows[place] | odd
+        one, other = columns_of(*rows, *again), MetricSeries()
+        for part in (rows[:10], rows[10:], again):
+            other.extend(part)
+        assert (other.names, other.refused, len(other), other.last()) == (one.names, one.refused, len(one), one.last())
+        for name in one.names:
+            np.testing.assert_array_equal(other.values(name), one.values(name))
+        np.testing.assert_array_equal(other.iterations, one.iterations)
+        np.testing.assert_array_equal(other.epochs, one.epochs)
 
 
 def test_more_columns_than_a_page_can_show_are_counted() -> None:
@@ -173,41 +154,26 @@ def test_more_columns_than_a_page_can_show_are_counted() -> None:
     assert (len(columns.names), len(columns.left_out)) == (MOST_COLUMNS, 3)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 10, 11, 53, 400, 401, 402, 403, 1001, 99_999, 100_000])
 @pytest.mark.parametrize("points", [50, 401, 1600])
-def test_a_thinned_curve_keeps_its_extremes_and_its_last_row_and_has_no_more_points_than_asked(
-    count: int, points: int
-) -> None:
-    values = np.random.default_rng(count).normal(size=count)
-    starts = thin_out(count, points)
-    places, curve = places_of(starts, count), extremes(values, starts)
-    assert len(places) == len(curve) <= max(points, 3)
-    assert (np.diff(places) > 0).all()
-    if count:
-        assert places[0] == 0
-        assert (curve.min(), curve.max()) == (values.min(), values.max())
-        assert (places[-1], curve[-1]) == (count - 1, values[-1])
+def test_a_thinned_curve_keeps_its_extremes_and_its_last_row_and_has_no_more_points_than_asked(points: int) -> None:
+    for count in (0, 1, 2, 3, 9, 10, 11, 53, 400, 401, 402, 403, 1001, 99_999, 100_000):
+        values = np.random.default_rng(count).normal(size=count)
+        starts = thin_out(count, points)
+        places, curve = places_of(starts, count), extremes(values, starts)
+        assert len(places) == len(curve) <= max(points, 3)
+        assert (np.diff(places) > 0).all()
+        if count:
+            assert places[0] == 0
+            assert (curve.min(), curve.max()) == (values.min(), values.max())
+            assert (places[-1], curve[-1]) == (count - 1, values[-1])
 
 
-@pytest.mark.parametrize(
-    ("values", "row_of_the_end"),
-    [
-        ("", None),
-        ("1111", None),
-        ("11..", 2),
-        ("111.", 3),
-        ("....", 0),
-        ("1.11", None),
-        ("1.1..", 3),
-        ("..1..1..", None),  # a value in every third row
-        ("..1..1...", 6),
-        ("1..1.", None),
-    ],
-)
-def test_a_column_ends_where_its_rows_without_a_value_are_more_than_usual(
-    values: str, row_of_the_end: int | None
-) -> None:
-    assert end_of(np.array([nan if value == "." else 1.0 for value in values])) == row_of_the_end
+def test_a_column_ends_where_its_rows_without_a_value_are_more_than_usual() -> None:
+    for values, row_of_the_end in (
+        ("", None), ("1111", None), ("11..", 2), ("111.", 3), ("....", 0), ("1.11", None), ("1.1..", 3),
+        ("..1..1..", None), ("..1..1...", 6), ("1..1.", None),  # a value in every third row
+    ):  # fmt: skip
+        assert end_of(np.array([nan if value == "." else 1.0 for value in values])) == row_of_the_end, values
 
 
 def test_each_bucket_has_its_least_and_greatest_in_the_order_in_which_they_came() -> None:

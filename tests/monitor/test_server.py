@@ -39,17 +39,6 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_not_there_is_said_with_one_like_it(tmp_path: Path) -> None:
-    (tmp_path / "digits").mkdir()
-    with started(str(tmp_path / "digit")) as (_, said_by_it):
-        assert said_by_it.readline() == (
-            f"WARNING: {tmp_path / 'digit'} is no folder yet. The page shows it once a run begins there. "
-            f"Did you mean {tmp_path / 'digits'}?\n"
-        )
-        assert said_by_it.readline().startswith("Page: ")
-
-
-@pytest.mark.slow
 @pytest.mark.covers("E4")
 def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_on_request() -> None:
     with started("--demo") as (process, said_by_it):
@@ -79,9 +68,15 @@ def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_on_reque
 
 
 @pytest.mark.slow
-def test_more_than_this_machine_needs_a_flag_and_brings_a_warning(run: Path) -> None:
-    with started(str(run), "--host", "0.0.0.0", "--allow-host", "train.example") as (process, said):
+def test_a_folder_that_is_not_there_and_more_than_this_machine_bring_warnings(tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    folder = tmp_path / "digit"
+    with started(str(folder), "--host", "0.0.0.0", "--allow-host", "train.example") as (process, said):
         assert said.readline().startswith("WARNING: other machines can connect to 0.0.0.0. Whoever has the link")
+        assert said.readline() == (
+            f"WARNING: {folder} is no folder yet. The page shows it once a run begins there. "
+            f"Did you mean {tmp_path / 'digits'}?\n"
+        )
         link = said.readline()
         found = re.search(r":(\d+)/#token=(\S+)", link)
         assert found, link

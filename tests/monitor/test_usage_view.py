@@ -55,25 +55,16 @@ def test_a_week_of_lines_is_a_bounded_number_of_means(tmp_path: Path) -> None:
     assert set(rank["processor_percent"]) == {50.0}
 
 
-def test_damaged_lines_and_foreign_files_are_left_out(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    secret = add_usage(elsewhere, 0, [(1.0, 77.0, 77.0)])
+def test_damaged_lines_and_other_files_are_left_out(tmp_path: Path) -> None:
     path = add_usage(tmp_path, 0, [(1.0, 1.0, 1.0)])
     with path.open("a") as file:
         file.write('no line\n{"elapsed_s": NaN, "memory_mib": 3}\n{"elapsed_s": "2"}\n{"elapsed_s": 1e999}\n')
         file.write('{"elapsed_s": 2, "memory_mib": "<b>", "processor_percent": NaN}\n{"elapsed_s": 3, "memory')
-    (path.parent / "rank-1.jsonl").symlink_to(secret)
     (path.parent / "rank-x.jsonl").write_text("{}\n")
     (path.parent / "rank-2.jsonl").mkdir()
-    found = UsageView(tmp_path).look()
-    assert found["ranks"] == [
+    assert UsageView(tmp_path).look()["ranks"] == [
         {"rank": 0, "elapsed_s": [1.0, 2.0], "processor_percent": [1.0, None], "memory_mib": [1.0, None]}
     ]
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    (linked / "usage").symlink_to(secret.parent)
-    assert UsageView(linked).look()["ranks"] == []
 
 
 def test_of_very_many_ranks_the_first_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
