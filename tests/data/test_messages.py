@@ -21,7 +21,6 @@ import ddp_loop as dl
 from ddp_loop.data import messages
 from ddp_loop.data.messages import BY_VALUE, Message, default_collate, widen_pipe
 
-DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
 
 
@@ -36,8 +35,8 @@ def sent(data: Any) -> tuple[Any, bytes]:
     return pickle.loads(message).received(), message
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 1, 28, 28)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 1, 28, 28)], ids=str)
 def test_a_small_tensor_is_copied_with_its_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).mul(9).abs().to(dtype)
     (found,), message = sent((tensor,))
@@ -102,7 +101,7 @@ def read(floats: int, **options: Any) -> list[Any]:
         return [loaded.data(0) for loaded in batches.epoch(1)]
 
 
-@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+@pytest.mark.parametrize("small", [True, False])
 def test_a_workers_shard_has_the_bits_of_one_read_here(small: bool) -> None:
     floats = BY_VALUE // 8 + (0 if small else 1)  # a shard has two samples of 4 bytes a float
     found = read(floats, **WORKER)

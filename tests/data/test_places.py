@@ -78,27 +78,10 @@ def test_a_part_that_does_not_fit_is_copied_shard_by_shard(
         reader.move()
 
 
-def labels_seen() -> list[int]:
-    with dl.join_world() as world:
-        batches = dl.Batches((INPUTS, LABELS), 4, world, devices=("meta", None))
-        return [
-            int(label)
-            for loaded in batches.epoch(1)
-            for number, _ in enumerate(loaded.mini_batch.shards)
-            for label in loaded.data(number)[1]
-        ]
-
-
-def test_the_order_is_kept_with_parts_on_several_devices(on_ranks: OnRanks) -> None:
-    left, right = on_ranks(2, labels_seen)
-    assert sorted(left + right) == list(range(6))
-
-
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
         ("gpu 3", "must be a device of this machine.*Got 'gpu 3'"),
-        ("cuda:77", "must be a device of this machine.*Got 'cuda:77'"),
         (("cpu", 1.5), "must be a device of this machine.*Got 1.5"),
         (("cpu",), r"a tuple or dict with the structure of the data\. Got .* for 2 parts"),
         ({"x": "cpu"}, "a tuple or dict with the structure of the data. Got .* for 2 parts"),
@@ -113,9 +96,7 @@ def test_devices_that_do_not_exist_or_do_not_fit_the_data_are_refused(devices: A
 def read_what_collate_made() -> None:
     with dl.join_world() as world:
         batches = dl.Batches((INPUTS, LABELS), 4, world, devices=(None, None, None), num_workers=0)
-        for step in dl.Loop(batches, 1, state={"model": torch.nn.Linear(2, 1)}, progress=False):
-            for _ in step:
-                pass
+        next(iter(next(iter(dl.Loop(batches, 1, state={"model": torch.nn.Linear(2, 1)}, progress=False)))))
 
 
 def test_data_with_another_structure_than_the_devices_are_refused_on_every_rank(on_ranks: OnRanks) -> None:

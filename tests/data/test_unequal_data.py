@@ -96,7 +96,7 @@ def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
     return unions
 
 
-COUNTS = [[7, 3], [1000, 0], [0, 5], [8, 8], [13, 1, 0, 6]]
+COUNTS = [[7, 3], [1000, 0], [13, 1, 0, 6]]
 
 
 @pytest.mark.on_gpus_too
@@ -120,15 +120,12 @@ def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
         assert record.unused == [(0, True)] * 2
 
 
-@pytest.mark.parametrize("sized", [False, True])
-def test_until_first_ends_with_the_first_rank_and_counts_the_unused(sized: bool, on_ranks: OnRanks) -> None:
-    results = on_ranks(2, train, [7, 3], 4, "first", 2, sized=sized)
-    unions = assert_exact(results)
-    assert [len(union) for union in unions] == [4, 3] * 2
-    for record in results:
-        assert record.unused == [(3, True)] * 2
-    if sized:
-        return
+def test_until_first_ends_with_the_first_rank_and_counts_the_unused(on_ranks: OnRanks) -> None:
+    for sized in (False, True):
+        results = on_ranks(2, train, [7, 3], 4, "first", 2, sized=sized)
+        assert [len(union) for union in assert_exact(results)] == [4, 3] * 2
+        for record in results:
+            assert record.unused == [(3, True)] * 2
     for record in on_ranks(2, train, [1000, 3], 4, "first", 1):
         assert record.unused == [(6, False)]  # rank 0 had read three pieces of its other 996
 
@@ -136,7 +133,7 @@ def test_until_first_ends_with_the_first_rank_and_counts_the_unused(sized: bool,
 @pytest.mark.slow
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -> None:
     draw = random.Random(seed)
     counts = [draw.choice([0, 1, draw.randrange(40)]) for _ in range(4)]
@@ -177,7 +174,7 @@ def reported(folder: str, counts: list[int], until: str) -> Any:
 @pytest.mark.parametrize(
     ("counts", "until", "key", "said"),
     [
-        ([7, 3], "first", "unused_samples", "3 samples"),
+        ([5, 3], "first", "unused_samples", "1 sample"),
         ([1000, 2], "first", "unused_samples_at_least", "at least 6 samples"),
         ([7, 3], "all", "unused_samples", "0 samples"),
     ],
