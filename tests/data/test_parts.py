@@ -51,16 +51,6 @@ def parts_on_three_ranks(on_ranks: OnRanks) -> list[list[list[int]]]:
     return [[[n for _, _, numbers in result[epoch] for n in numbers] for result in results] for epoch in range(3)]
 
 
-def test_parts_without_shuffling_until_the_first_ends_and_without_small_pieces(on_ranks: OnRanks) -> None:
-    def numbers(**options: Any) -> list[list[int]]:
-        results = on_ranks(3, parts_of, None, 1, shuffle=False, **options)
-        return [[n for _, _, part in result[0] for n in part] for result in results]
-
-    assert numbers() == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert numbers(until="first") == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
-    assert numbers(until="first", drop_last=True) == numbers(until="first")
-
-
 class Numbered:
     """A map-style data set whose samples have their index."""
 

@@ -51,12 +51,6 @@ def test_parts_may_be_named_and_nested_and_one_device_holds_for_all_below_it(opt
     assert torch.equal(found["y"][0], INPUTS[:4])
 
 
-@READERS
-def test_one_device_is_for_all_parts(options: dict[str, Any]) -> None:
-    assert [part.device.type for part in shards((INPUTS, LABELS), "meta", **options)[0]] == ["meta", "meta"]
-    assert [part.device.type for part in shards((INPUTS, LABELS), None, **options)[0]] == ["cpu", "cpu"]
-
-
 class Limited(Accelerator):
     """A device, here "meta", with little memory left."""
 
