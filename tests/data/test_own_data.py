@@ -53,7 +53,8 @@ def drawn(counts: list[int]) -> list[list[tuple[int, float, float]]]:
         def noisy(data: Any, draws: dl.Draws) -> Any:
             return *data, draws.uniform()
 
-        for one, more in zip(data, [{}, {"num_workers": 1}, {}], strict=True):
+        options: list[dict[str, Any]] = [{}, {"num_workers": 1}, {}]
+        for one, more in zip(data, options, strict=True):
             batches = dl.Batches(one, 4, world, partition="own", transform=noisy, shuffle=False, **more)
             found.append([row for parts in batches for row in zip(*(part.tolist() for part in parts), strict=True)])
     return found

@@ -90,7 +90,9 @@ def test_devices_that_do_not_exist_or_do_not_fit_the_data_are_refused(devices: A
 def read_what_collate_made() -> None:
     with dl.join_world() as world:
         batches = dl.Batches((INPUTS, LABELS), 4, world, devices=(None, None, None), num_workers=0)
-        next(iter(next(iter(dl.Loop(batches, 1, state={"model": torch.nn.Linear(2, 1)}, progress=False)))))
+        for step in dl.Loop(batches, 1, state={"model": torch.nn.Linear(2, 1)}, progress=False):
+            for _ in step:
+                pass
 
 
 def test_data_with_another_structure_than_the_devices_are_refused_on_every_rank(on_ranks: OnRanks) -> None:

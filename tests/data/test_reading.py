@@ -142,18 +142,26 @@ def test_rows_in_order_have_the_layout_of_shuffled_rows(layout: str) -> None:
     assert layout != "channels last" or in_order.is_contiguous(memory_format=torch.channels_last)
 
 
-class MadeBytes(TorchDispatchMode):
-    """The bytes of the tensors that torch makes."""
+class Calls(TorchDispatchMode):
+    """The operations that torch performs, and the bytes of the tensors that they make."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.names: list[str] = []
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
         result = func(*args, **(kwargs or {}))
         if not func.is_view and result is not args[0]:
-            self.count += result.nbytes
+            self.bytes += result.nbytes
         return result
+
+
+def test_rows_in_order_are_copied_in_one_piece() -> None:
+    with Calls() as calls:
+        first_of((INPUTS, LABELS), batch_size=SIZE)
+    assert calls.names[-4:] == ["slice.Tensor", "clone.default"] * 2
 
 
 def test_data_that_need_a_gradient_give_rows_that_do_not() -> None:
@@ -308,10 +316,10 @@ def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
         assert isinstance(batches._reader, TensorReader)
         stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
         indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
-        with MadeBytes() as made:
+        with Calls() as calls:
             images, labels = loaded.data(0)
     assert stored == SIZE * (256 + 8)
-    assert made.count == 8 * (256 + 8 + 4 * 256) + 4
+    assert calls.bytes == 8 * (256 + 8 + 4 * 256) + 4
     assert equal(images, (pixels / 255)[indices])  # every bit, of all 256 values
     assert equal(labels, LABELS[indices])
 

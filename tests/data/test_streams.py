@@ -227,9 +227,7 @@ OTHERS: dict[Any, str] = {  # the length of rank 1's stream; those of the others
     22: "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
 }
 ONCE = "in every epoch. In epoch 2 it gave no samples. Pass an object whose __iter__ restarts"
-EVALUATED = (
-    "the stream is 20 samples on rank 0, but 21 samples on rank 1, 22 samples on rank 2. Give every rank all data"
-)
+EVALUATED = "the stream is 20 samples on rank 0, but 21 samples on rank 1. Give every rank all data"
 
 
 def refusals() -> list[str]:
@@ -243,7 +241,7 @@ def refusals() -> list[str]:
     for count in OTHERS:
         refuses(lambda world, count=count: train_on(world, Rows(count if world.rank == 1 else 23)))  # type: ignore[misc]
     refuses(lambda world: train_on(world, Once(12)))
-    refuses(lambda world: dl.evaluate(network(), dl.Batches(Rows(20 + world.rank), 5, world), mean=mean_of))
+    refuses(lambda world: dl.evaluate(network(), dl.Batches(Rows(20 + (world.rank == 1)), 5, world), mean=mean_of))
     refuses(lambda world: dl.predict(network(), dl.Batches(Rows(6), 3, world)))
     return found
 

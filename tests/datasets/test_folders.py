@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_more_than_8_bits_per_channel_and_pillows_setting_that_fills_missing_pixels_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "a" / "1.png", np.array([[0, 256, 65535]], dtype=np.uint16))  # type: ignore[arg-type]
+    save(tmp_path / "a" / "1.png", np.array([[0, 256, 65535]], dtype=np.uint16))
     with pytest.raises(ValueError, match=rf"Got {tmp_path}/a/1.png \(its mode I;16 has more than 8 bits per channel"):
         only_image(tmp_path)
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)

@@ -43,6 +43,7 @@ def test_a_twentieth_of_the_pixels_is_black_or_white_half_of_them_each() -> None
     for density in (0.4, 1.0):
         noisy, clean = noisy_pairs(grey, draws_of(n), density=density)
         assert abs(float((noisy != clean)[:, :, 1:-1, 1:-1].float().mean()) - density) < 0.01
+        assert abs(float((noisy == 0)[:, :, 1:-1, 1:-1].float().mean()) - density / 2) < 0.01
 
 
 def test_pictures_are_resized_to_32x32_by_cubic_interpolation_and_stretched_over_0_to_1() -> None:
