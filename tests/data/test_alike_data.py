@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 import ddp_loop as dl
 from ddp_loop.data.fingerprints import difference, of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -57,6 +57,18 @@ class Stream(IterableDataset[Any]):
         inputs, labels = tensors()
         for row, label in islice(zip(inputs, labels, strict=True), self.first, None, self.every):
             yield row + self.noise(), int(label)
+
+
+class Later(Stream):
+    """The same on all ranks up to its fourth mini-batch."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(0, 1)
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, (row, label) in enumerate(super().__iter__()):
+            yield row + (self.rank if number >= 18 else 0), label
 
 
 def other_labels(rank: int) -> Any:
@@ -110,80 +122,76 @@ UNALIKE: dict[str, tuple[Callable[[int], Any], str]] = {
         r"data\[1\], int64 \(24,\), has different values on rank 1",
     ),
     "other labels of a data set": (labels_changed, r"sample 0\[1\], int, has different values on rank 1"),
+    "read by workers": (labels_changed, r"sample 0\[1\], int, has different values on rank 1 than on rank 0"),
     "a stream that splits itself": (
         lambda rank: Stream(rank, 2),
         r"the first sample of mini-batch 1\[0\], float32 \(4,\), has different values on rank 1",
     ),
+    "a stream that differs late": (
+        lambda rank: Later(rank),
+        r"the first sample of mini-batch 4\[0\], float32 \(4,\), has different values on rank 1",
+    ),
 }
 
 
-def train(data: Any, world: dl.World, **options: Any) -> None:
-    model = nn.Linear(4, 1)
-    for step in dl.Loop(dl.Batches(data, 6, world, **options), 1, state={"model": model}, progress=False):
+def train(data: Any, world: dl.World, steps: int | None = None, **options: Any) -> None:
+    """Train for some steps, or for one epoch."""
+    batches, model = dl.Batches(data, 6, world, **options), nn.Linear(4, 1)
+    epochs = 1 if steps is None else None
+    for step in dl.Loop(batches, epochs, steps=steps, state={"model": model}, progress=False):
         for part in step:
             rows = part["x"] if isinstance(part, dict) else part[0]
             step.backward(model(rows.float()).mean())
         step.fold()
 
 
-def train_on_unalike(world: dl.World, folder: str, kind: str) -> None:
-    options = {"length": 12} if kind == "a data set that splits itself" else {}
-    train(UNALIKE[kind][0](world.rank), world, **options)
-
-
-@pytest.mark.parametrize("kind", UNALIKE)
-def test_ranks_with_different_data_get_an_error_that_names_the_difference(kind: str, refused: Refused) -> None:
-    said = f"Every rank must be given the same data; {UNALIKE[kind][1]}.*\\. {REMEDY}"
-    refused(2, train_on_unalike, kind, kind="ValueError", said=said, by=ALL)
-
-
-def train_on_unalike_with_workers(world: dl.World, folder: str) -> None:
-    train(labels_changed(world.rank), world, num_workers=1, multiprocessing_context="fork")
-
-
-def test_different_data_in_workers_are_reported_too(refused: Refused) -> None:
-    said = r"sample 0\[1\], int, has different values on rank 1 than on rank 0"
-    refused(2, train_on_unalike_with_workers, kind="ValueError", said=said, by=ALL)
-
-
-def on_the_last_of_three(world: dl.World, folder: str) -> None:
-    dl.Batches(tensors()[0] + (world.rank == 2), 6, world)
-
-
-def test_the_error_names_the_ranks_that_differ(refused: Refused) -> None:
-    refused(3, on_the_last_of_three, kind="ValueError", said="different values on rank 2 than on rank 0", by=ALL)
-
-
-def evaluate_unalike(world: dl.World, folder: str, kind: str) -> None:
-    shuffle = None if kind == "a stream that splits itself" else False
-    batches = dl.Batches(UNALIKE[kind][0](world.rank), 6, world, shuffle=shuffle)
+def evaluate(data: Any, world: dl.World) -> None:
+    batches = dl.Batches(data, 6, world, shuffle=None if isinstance(data, Stream) else False)
     dl.evaluate(nn.Identity(), batches, sums=lambda rows, labels: rows.sum(1))
 
 
-@pytest.mark.parametrize("kind", ["tensors split by hand", "a Subset", "a stream that splits itself"])
-def test_evaluation_refuses_different_data_too(kind: str, refused: Refused) -> None:
-    refused(2, evaluate_unalike, kind, kind="ValueError", said=f"{UNALIKE[kind][1]}.*\\. {REMEDY}", by=ALL)
+SOME = ("tensors split by hand", "a Subset", "a stream that splits itself")
 
 
-def train_later_unalike(world: dl.World, folder: str) -> None:
-    train(Later(world.rank), world)
+def refusals_in_training() -> dict[str, str]:
+    found = {}
+    for kind, (make, _) in UNALIKE.items():
+        options: dict[str, Any] = {"length": 12} if kind == "a data set that splits itself" else {}
+        if kind == "read by workers":
+            options = {"num_workers": 1, "multiprocessing_context": "fork"}
+        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
+            train(make(world.rank), world, **options)
+        found[kind] = str(refused.value)
+    return found
 
 
-class Later(Stream):
-    """The same on all ranks up to its fourth mini-batch."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(0, 1)
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, (row, label) in enumerate(super().__iter__()):
-            yield row + (self.rank if number >= 18 else 0), label
+def refusals_in_evaluation() -> dict[str, str]:
+    found = {}
+    for kind in SOME:
+        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
+            evaluate(UNALIKE[kind][0](world.rank), world)
+        found[kind] = str(refused.value)
+    return found
 
 
-def test_a_stream_that_differs_late_is_found_in_its_last_mini_batch(refused: Refused) -> None:
-    said = r"the first sample of mini-batch 4\[0\], float32 \(4,\), has different values on rank 1"
-    refused(2, train_later_unalike, kind="ValueError", said=said, by=ALL)
+@pytest.mark.parametrize(("refusals", "kinds"), [(refusals_in_training, UNALIKE), (refusals_in_evaluation, SOME)])
+def test_ranks_with_different_data_get_an_error_that_names_the_difference(
+    refusals: Callable[[], dict[str, str]], kinds: Iterable[str], on_ranks: OnRanks
+) -> None:
+    for found in on_ranks(2, refusals):
+        for kind in kinds:
+            said = rf"Every rank must be given the same data; {UNALIKE[kind][1]}.*\. {REMEDY}"
+            assert re.search(said, found[kind]), f"{kind}: {found[kind]}"
+
+
+def train_unchecked() -> None:
+    for kind in SOME:
+        with dl.join_world() as world:
+            train(UNALIKE[kind][0](world.rank), world, check_data=False)
+
+
+def test_data_are_not_compared_without_check_data(on_ranks: OnRanks) -> None:
+    on_ranks(2, train_unchecked)
 
 
 # -- what is sound passes --------------------------------------------------------------------------------------
@@ -226,30 +234,6 @@ class InAWorker(Pairs):
         return super().__getitem__(index)
 
 
-def sound(kind: str, world: dl.World, folder: str) -> Any:
-    if kind == "a file in memory":
-        path = Path(folder) / "data.npy"
-        with world.rank_zero_first():
-            if world.rank == 0:
-                np.save(path, tensors()[0].numpy())
-        return (np.load(path, mmap_mode="r"),)
-    generator = np.random.default_rng(world.rank)  # as without a seed: different on each rank
-    return {
-        "tensors": tensors(),
-        "draws by random": Pairs(random.random),
-        "draws by numpy": Pairs(lambda: float(np.random.rand())),
-        "draws by torch": Pairs(lambda: float(torch.rand(()))),
-        "draws by its own generator": Pairs(generator.random),
-        "draws by the system": Pairs(lambda: float(os.urandom(1)[0])),
-        "a stream that draws": Stream(0, 1, random.random),
-        "a Subset": Subset(Pairs(), range(3, SIZE)),
-        "a Subset of what cannot be listed": Subset(Pairs(), Numbers()),  # type: ignore[arg-type]
-        "what a worker reads": InAWorker(),
-        "large": (torch.arange(20 * 2**20, dtype=torch.float32).view(-1, 4).expand(5 * 2**20, 4),),
-        "turned": (torch.arange(20 * 2**20, dtype=torch.float32).view(4, -1).t(),),
-    }[kind]
-
-
 class Numbers:
     def __len__(self) -> int:
         return 200_000
@@ -258,29 +242,45 @@ class Numbers:
         return at % SIZE
 
 
-def train_on_sound(kind: str, folder: str) -> None:
+class ByKey(Pairs):
+    def __getitem__(self, key: Any) -> tuple[torch.Tensor, int]:
+        return super().__getitem__(int(key[0]))
+
+
+def train_on_sound(folder: Path) -> int:
+    large = torch.arange(20 * 2**20, dtype=torch.float32)
     with dl.join_world(seed=1) as world:
-        data = sound(kind, world, folder)
-        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if "worker" in kind else {}
-        model = nn.Linear(4, 1)
-        batches = dl.Batches(data, 6, world, **options)
-        for step in dl.Loop(batches, steps=2, state={"model": model}, progress=False):
-            for part in step:
-                step.backward(model(part[0].float()).mean())
-            step.fold()
-
-
-SOUND = (
-    "tensors", "draws by random", "draws by numpy", "draws by torch", "draws by its own generator",
-    "draws by the system", "a stream that draws", "a Subset", "a Subset of what cannot be listed",
-    "what a worker reads", "large", "turned", "a file in memory",
-)  # fmt: skip
+        path = folder / "data.npy"
+        with world.rank_zero_first():
+            if world.rank == 0:
+                np.save(path, tensors()[0].numpy())
+        of_this_rank = np.random.default_rng(world.rank)  # as without a seed: different on each rank
+        sound: dict[str, Any] = {
+            "tensors": tensors(),
+            "draws by random": Pairs(random.random),
+            "draws by numpy": Pairs(lambda: float(np.random.rand())),
+            "draws by torch": Pairs(lambda: float(torch.rand(()))),
+            "draws by its own generator": Pairs(of_this_rank.random),
+            "draws by the system": Pairs(lambda: float(os.urandom(1)[0])),
+            "a stream that draws": Stream(0, 1, random.random),
+            "a Subset": Subset(Pairs(), range(3, SIZE)),
+            "a Subset of what cannot be listed": Subset(Pairs(), Numbers()),  # type: ignore[arg-type]
+            "a Subset of pairs as keys": Subset(ByKey(), [(number, "a") for number in range(6)]),  # type: ignore[misc]
+            "a Subset of words as keys": Subset(ByKey(), ["0a", "1b", "2c"]),  # type: ignore[list-item]
+            "what a worker reads": InAWorker(),
+            "large": (large.view(-1, 4).expand(5 * 2**20, 4),),
+            "turned": (large.view(4, -1).t(),),
+            "a file in memory": (np.load(path, mmap_mode="r"),),
+        }
+        for kind, data in sound.items():
+            options = {"num_workers": 1, "multiprocessing_context": "fork"} if "worker" in kind else {}
+            train(data, world, steps=2, **options)
+        return len(sound)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SOUND)
-def test_the_same_data_on_every_rank_are_accepted(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
-    on_ranks(2, train_on_sound, kind, str(tmp_path))
+def test_the_same_data_on_every_rank_are_accepted(tmp_path: Path, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, train_on_sound, tmp_path) == [15, 15]
 
 
 def make_batches_of_everything() -> None:
@@ -306,21 +306,23 @@ def test_a_part_of_the_bytes_distinguishes_large_tensors_that_were_split_by_hand
     assert difference([of("data", halves[0])] * 2) is None
 
 
-def samples_read(check_data: bool) -> tuple[int, int]:
+def samples_read() -> list[tuple[int, int]]:
+    found = []
     with dl.join_world() as world:
-        data = Pairs()
-        batches = dl.Batches(data, 6, world, check_data=check_data)
-        made = data.read
-        for epoch in (0, 1):
-            for loaded in batches.epoch(epoch + 1):
-                loaded.finish_reading()
-        return made, data.read - made
+        for check_data in (True, False):
+            data = Pairs()
+            batches = dl.Batches(data, 6, world, check_data=check_data)
+            made = data.read
+            for epoch in (1, 2):
+                for loaded in batches.epoch(epoch):
+                    loaded.finish_reading()
+            found.append((made, data.read - made))
+    return found
 
 
 def test_three_samples_are_read_once_and_none_without_check_data(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, samples_read, True) == [(3, SIZE)] * 2
-    assert on_ranks(2, samples_read, False) == [(0, SIZE)] * 2
-    assert on_ranks(1, samples_read, True) == [(0, 2 * SIZE)]
+    assert on_ranks(2, samples_read) == [[(3, SIZE), (0, SIZE)]] * 2
+    assert on_ranks(1, samples_read) == [[(0, 2 * SIZE)] * 2]
 
 
 def where_the_streams_are() -> str:
@@ -331,16 +333,6 @@ def where_the_streams_are() -> str:
 
 def test_the_comparison_leaves_the_random_state_of_the_process(on_ranks: OnRanks) -> None:
     assert on_ranks(2, where_the_streams_are) == on_ranks(1, where_the_streams_are) * 2
-
-
-def make_unalike_unchecked(kind: str) -> None:
-    with dl.join_world() as world:
-        train(UNALIKE[kind][0](world.rank), world, check_data=False)
-
-
-@pytest.mark.parametrize("kind", ["tensors split by hand", "a Subset", "a stream that splits itself"])
-def test_data_are_not_compared_without_check_data(kind: str, on_ranks: OnRanks) -> None:
-    on_ranks(2, make_unalike_unchecked, kind)
 
 
 class Rows(IterableDataset[Any]):
@@ -382,20 +374,3 @@ def go_through_rows() -> int:
 
 def test_a_streams_samples_may_be_of_any_kind_and_changed_by_collate_fn(on_ranks: OnRanks) -> None:
     assert on_ranks(2, go_through_rows) == [SIZE] * 2
-
-
-class ByKey(Pairs):
-    def __getitem__(self, key: Any) -> tuple[torch.Tensor, int]:
-        return super().__getitem__(int(key[0]))
-
-
-def make_batches_by_key() -> int:
-    keys: list[list[Any]] = [[(number, "a") for number in range(6)], ["0a", "1b", "2c"]]
-    with dl.join_world() as world:
-        for some in keys:
-            train(Subset(ByKey(), some), world)
-    return len(keys)
-
-
-def test_the_indices_of_a_subset_may_be_keys_of_any_kind(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, make_batches_by_key) == [2, 2]  # neither was refused

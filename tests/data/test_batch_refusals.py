@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S, OnRanks
@@ -28,90 +28,89 @@ class WithoutLength(Dataset[int]):
         return index
 
 
-REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
-    "mini-batch 0": (numbers(5), 0, {}, ValueError, "batch_size must be a whole number, 1 or more. Got 0"),
-    "mini-batch negative": (numbers(5), -2, {}, ValueError, "Got -2"),
-    "mini-batch a fraction": (numbers(5), 2.0, {}, ValueError, "Got 2.0"),
-    "mini-batch a truth value": (numbers(5), True, {}, ValueError, "Got True"),
-    "mini-batch a text": (numbers(5), "8", {}, ValueError, "Got '8'"),
-    "mini-batch nothing": (numbers(5), None, {}, ValueError, "Got None"),
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "mini-batch 0": (numbers(5), {"batch_size": 0}, ValueError, "batch_size must be a whole number, 1 or more. Got 0"),
+    "mini-batch a truth value": (numbers(5), {"batch_size": True}, ValueError, "Got True"),
+    "mini-batch a text": (numbers(5), {"batch_size": "8"}, ValueError, "Got '8'"),
     "an order in words": (
         numbers(5),
-        2,
         {"shuffle": "False"},
         ValueError,
         "shuffle must be True or False. Got 'False'",
     ),
-    "an end in words": (numbers(5), 2, {"drop_last": "no"}, ValueError, "drop_last must be True or False. Got 'no'"),
-    "shards 0": (numbers(5), 2, {"shards": 0}, ValueError, "shards must be a whole number, 1 or more. Got 0"),
-    "shards a fraction": (numbers(5), 2, {"shards": 1.5}, ValueError, "Got 1.5"),
-    "seed a fraction": (numbers(5), 2, {"seed": 0.5}, ValueError, "seed must be a whole number. Got 0.5"),
-    "length 0": (squares, 2, {"length": 0}, ValueError, "length must be a whole number, 1 or more. Got 0"),
-    "length negative": (squares, 2, {"length": -1}, ValueError, "Got -1"),
-    "length a fraction": (squares, 2, {"length": 2.5}, ValueError, "Got 2.5"),
-    "length of data with one": (numbers(5), 2, {"length": 5}, ValueError, "length= is for data without a length"),
-    "length of a data set with one": (Drawn(), 2, {"length": 5}, ValueError, "These have 23 samples. Got 5"),
-    "no samples": (torch.zeros(0, 3), 2, {}, ValueError, "at least one sample"),
-    "an empty list": ([], 2, {}, ValueError, "at least one sample"),
-    "an empty tuple": ((), 2, {}, ValueError, "at least one sample"),
-    "an empty dict": ({}, 2, {}, TypeError, "must all be tensors or arrays"),
-    "unequal lengths": ((numbers(5), numbers(4)), 2, {}, ValueError, r"same first dimension.*\(5,\), \(4,\)"),
-    "unequal arrays": ({"a": np.zeros(5), "b": np.zeros(4)}, 2, {}, ValueError, "same first dimension"),
-    "no first dimension": (torch.tensor(1.0), 2, {}, ValueError, r"same first dimension.*\(\)"),
-    "no first dimension beside one": ((numbers(5), torch.tensor(1)), 2, {}, ValueError, "same first dimension"),
-    "a list beside a tensor": ((numbers(2), [0, 1]), 2, {}, TypeError, r"Got \['Tensor', 'list'\].*as_tensor"),
-    "a list in a dict": ({"x": numbers(2), "y": [0, 1]}, 2, {}, TypeError, "must all be tensors or arrays"),
-    "a number": (7, 2, {}, TypeError, "data must be tensors.*Got int"),
-    "a path": ("data/train", 2, {}, TypeError, "samples, not text. Got 'data/train'. Read the file first"),
-    "bytes": (b"text", 2, {}, TypeError, "samples, not text. Got b'text'"),
-    "an array of words": (np.array(["a", "b"]), 2, {}, TypeError, "must hold numbers. Got <U1. Turn text and objects"),
-    "an array of objects": (np.array([{}, None]), 2, {}, TypeError, "must hold numbers. Got object"),
-    "a sparse tensor": (torch.eye(4).to_sparse(), 2, {}, TypeError, r"Got torch\.sparse_coo\. Convert it by to_dense"),
-    "a sparse label": ((numbers(4), torch.eye(4).to_sparse()), 2, {}, TypeError, "must be dense"),
+    "an end in words": (numbers(5), {"drop_last": "no"}, ValueError, "drop_last must be True or False. Got 'no'"),
+    "shards 0": (numbers(5), {"shards": 0}, ValueError, "shards must be a whole number, 1 or more. Got 0"),
+    "seed a fraction": (numbers(5), {"seed": 0.5}, ValueError, "seed must be a whole number. Got 0.5"),
+    "length 0": (squares, {"length": 0}, ValueError, "length must be a whole number, 1 or more. Got 0"),
+    "length of data with one": (numbers(5), {"length": 5}, ValueError, "length= is for data without a length"),
+    "no samples": (torch.zeros(0, 3), {}, ValueError, "at least one sample"),
+    "an empty list": ([], {}, ValueError, "at least one sample"),
+    "an empty dict": ({}, {}, TypeError, "must all be tensors or arrays"),
+    "unequal lengths": ((numbers(5), numbers(4)), {}, ValueError, r"same first dimension.*\(5,\), \(4,\)"),
+    "unequal arrays": ({"a": np.zeros(5), "b": np.zeros(4)}, {}, ValueError, "same first dimension"),
+    "no first dimension": (torch.tensor(1.0), {}, ValueError, r"same first dimension.*\(\)"),
+    "a list beside a tensor": ((numbers(2), [0, 1]), {}, TypeError, r"Got \['Tensor', 'list'\].*as_tensor"),
+    "a number": (7, {}, TypeError, "data must be tensors.*Got int"),
+    "a path": ("data/train", {}, TypeError, "samples, not text. Got 'data/train'. Read the file first"),
+    "an array of words": (np.array(["a", "b"]), {}, TypeError, "must hold numbers. Got <U1. Turn text and objects"),
+    "a sparse tensor": (torch.eye(4).to_sparse(), {}, TypeError, r"Got torch\.sparse_coo\. Convert it by to_dense"),
     "a nested tensor": (
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
-        2,
         {},
         TypeError,
         r"Got a nested tensor\. Convert it by to_dense\(\) or to_padded_tensor",
     ),
-    "nothing": (None, 2, {}, TypeError, "Got NoneType"),
-    "a set": ({1, 2}, 2, {}, TypeError, "Got set"),
-    "an iterator": (iter([1, 2]), 2, {}, TypeError, "Got list_iterator"),
-    "a stream with a length": (Endless(), 2, {"length": 4}, ValueError, "ends with the stream. Got length=4"),
-    "a DataLoader": (torch.utils.data.DataLoader(Drawn()), 2, {}, TypeError, "Got DataLoader"),
-    "shuffling without a length": (squares, 2, {"shuffle": True}, ValueError, "shuffle needs data with a length"),
+    "nothing": (None, {}, TypeError, "Got NoneType"),
+    "a set": ({1, 2}, {}, TypeError, "Got set"),
+    "a stream with a length": (Endless(), {"length": 4}, ValueError, "ends with the stream. Got length=4"),
+    "workers of a stream": (
+        Endless(),
+        {"num_workers": 2},
+        TypeError,
+        r"in this process .* only collate_fn .*num_workers",
+    ),
+    "a sampler of a stream": (Endless(), {"sampler": [0]}, TypeError, r"takes only collate_fn .*\. Got \['sampler'\]"),
+    "a stream that is shuffled": (
+        Endless(),
+        {"shuffle": True},
+        ValueError,
+        "shuffle needs data with a length. These have none. Pass shuffle=False",
+    ),
+    "a generator": (
+        (i for i in "a"),
+        {},
+        TypeError,
+        "must restart in every epoch. Got generator, .* __iter__ returns it",
+    ),
+    "a DataLoader": (DataLoader(Drawn()), {}, TypeError, "data must be .* Got DataLoader. Pass its dataset"),
     "shuffling with a given length": (
         WithoutLength(),
-        2,
         {"shuffle": True, "length": 4},
         ValueError,
         "shuffle needs data with a length",
     ),
-    "nothing left": (numbers(3), 4, {"drop_last": True}, ValueError, "3 samples with batch_size=4"),
-    "an unknown option": (Drawn(), 2, {"processes": 2}, TypeError, r"Got \['processes'\]"),
-    "a misspelt argument": (numbers(5), 2, {"shard": 4}, TypeError, "no argument 'shard'. Did you mean 'shards'?"),
-    "half an option": (Drawn(), 2, {"workers": 2}, TypeError, "no argument 'workers'. Did you mean 'num_workers'?"),
-    "a misspelt argument of a stream": (Endless(), 2, {"droplast": True}, TypeError, "Did you mean 'drop_last'?"),
+    "nothing left": (numbers(3), {"batch_size": 4, "drop_last": True}, ValueError, "3 samples with batch_size=4"),
+    "an unknown option": (Drawn(), {"processes": 2}, TypeError, r"Got \['processes'\]"),
+    "a misspelt argument": (numbers(5), {"shard": 4}, TypeError, "no argument 'shard'. Did you mean 'shards'?"),
+    "half an option": (Drawn(), {"workers": 2}, TypeError, "no argument 'workers'. Did you mean 'num_workers'?"),
     "a DataLoader's sampler": (
         Drawn(),
-        2,
         {"sampler": [0]},
         TypeError,
         "pass a data set without a length .*migrate.md",
     ),
-    "a DataLoader's batch_sampler": (Drawn(), 2, {"batch_sampler": []}, TypeError, "Batches itself makes"),
-    "out of order": (Drawn(), 2, {"in_order": False, "num_workers": 2}, TypeError, r"Got \['in_order'\]"),
-    "workers negative": (Drawn(), 2, {"num_workers": -1}, ValueError, "num_workers"),
-    "persistent workers without workers": (Drawn(), 2, {"persistent_workers": True}, ValueError, "persistent_workers"),
+    "a DataLoader's batch_sampler": (Drawn(), {"batch_sampler": []}, TypeError, "Batches itself makes"),
+    "out of order": (Drawn(), {"in_order": False, "num_workers": 2}, TypeError, r"Got \['in_order'\]"),
+    "workers negative": (Drawn(), {"num_workers": -1}, ValueError, "num_workers"),
+    "persistent workers without workers": (Drawn(), {"persistent_workers": True}, ValueError, "persistent_workers"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_input_is_refused(what: str) -> None:
-    data, batch_size, options, kind, words = REFUSED[what]
+    data, options, kind, words = REFUSED[what]
     with dl.join_world() as world, pytest.raises(kind, match=words):
-        dl.Batches(data, batch_size, world, **options)
+        dl.Batches(data, world=world, **{"batch_size": 2, **options})
 
 
 @pytest.mark.parametrize("batch_size", [np.int64(4), np.uint8(4), torch.tensor(4)], ids=["int64", "uint8", "torch"])
@@ -122,36 +121,40 @@ def test_integers_of_numpy_and_torch_are_accepted(batch_size: Any) -> None:
         assert type(batches.batch_size) is int
 
 
-def refusal(sizes: list[Any]) -> tuple[str, str, float]:
-    """The error of Batches for data that differ between ranks, and its time in seconds."""
+class Unmounted(Drawn):
+    """Its files do not exist."""
+
+    def __len__(self) -> int:
+        raise OSError("the disk is not there")
+
+
+def refusals(cases: list[list[Any]]) -> list[tuple[str, str]]:
+    """The errors of Batches for data that differ between ranks."""
+    found = []
     with dl.join_world() as world:
-        start = time.monotonic()
-        try:
-            dl.Batches(sizes[world.rank], 4, world)
-        except (ValueError, TypeError, dl.PeerFailed) as error:
-            seconds = time.monotonic() - start
+        for data in cases:
+            start = time.monotonic()
+            with pytest.raises((ValueError, TypeError, OSError, dl.PeerFailed)) as refused:
+                dl.Batches(data[world.rank], 4, world)
+            assert time.monotonic() - start < FAULT_S
             assert world.sum(torch.ones(())) == world.size  # the ranks are still in step
-            return type(error).__name__, str(error), seconds
-        return "nothing", "", 0.0
+            found.append((refused.typename, str(refused.value)))
+    return found
 
 
-def test_data_of_different_sizes_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    for kind, text, seconds in on_ranks(3, refusal, [numbers(10), numbers(10), numbers(9)]):
-        assert kind == "ValueError"
-        assert "the length is 10 samples on rank 0, but 9 samples on rank 2" in text
-        assert seconds < FAULT_S
-
-
-@pytest.mark.parametrize(
-    ("bad", "kind"), [((numbers(10), numbers(9)), "ValueError"), (5, "TypeError")], ids=["lengths", "a number"]
-)
-def test_bad_data_on_one_rank_end_all_ranks_and_the_others_name_it(bad: Any, kind: str, on_ranks: OnRanks) -> None:
-    good, own, other = on_ranks(3, refusal, [(numbers(10), numbers(10)), bad, (numbers(10), numbers(10))])
-    assert own[0] == kind
-    for failed, text, seconds in (good, other):
-        assert failed == "PeerFailed"
-        assert text.startswith(f"rank 1 failed: {kind}: ")
-        assert seconds < FAULT_S
+def test_data_that_are_bad_or_other_ones_on_one_rank_are_refused_on_all(on_ranks: OnRanks) -> None:
+    good, fewer, others = (numbers(10), numbers(10)), numbers(9), numbers(10) + 1
+    bad = {"ValueError": (numbers(10), fewer), "TypeError": 5, "OSError": Unmounted()}
+    cases = [[good, data, good] for data in bad.values()]
+    cases += [[numbers(10), numbers(10), fewer], [numbers(10), numbers(10), others]]
+    first, own, last = on_ranks(3, refusals, cases)
+    assert [kind for kind, _ in own] == [*bad, "ValueError", "ValueError"]
+    for found in (first, last):
+        for (kind, said), (failed, text) in zip(own[:3], found[:3], strict=True):
+            assert (failed, text) == ("PeerFailed", f"rank 1 failed: {kind}: {said}")
+        assert found[3:] == own[3:]
+    assert "the length is 10 samples on rank 0, but 9 samples on rank 2" in own[3][1]
+    assert "different values on rank 2 than on rank 0" in own[4][1]
 
 
 class Broken(Dataset[Any]):
@@ -165,11 +168,8 @@ class Broken(Dataset[Any]):
 
     def __getitem__(self, index: int) -> int:
         if index == self.bad:
-            self.fail()
+            raise self.kind("the file is torn")
         return index
-
-    def fail(self) -> NoReturn:
-        raise self.kind("the file is torn")
 
 
 class Unlucky(Exception):
@@ -181,26 +181,21 @@ class Unlucky(Exception):
         super().__init__(left, right)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [ValueError, KeyError, IndexError, StopIteration, Unlucky])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [(IndexError, 0), (StopIteration, 0), (Unlucky, 0), (KeyError, 2), (StopIteration, 2), (Unlucky, 2)],
+)
 def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: int) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(Broken(7, kind), 4, world, num_workers=workers, shuffle=False)
-        position = -1
-
-        def read() -> None:
-            nonlocal position
-            for loaded in batches.epoch(1):
-                loaded.data(0)
-                position = loaded.mini_batch.position
-
+        epoch = batches.epoch(1)
+        next(epoch).data(0)  # the mini-batch before it is read
         expected = RuntimeError if kind is StopIteration or (kind is Unlucky and workers) else kind
         with pytest.raises(expected) as caught:
-            read()
+            next(epoch).data(0)
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
         place = "Sample 7 of epoch 1 raised" if kind is StopIteration else "sample 7 of epoch 1 was read"
         assert place in said
-        assert position == 0  # the mini-batches before it were read
 
 
 def read_all(data: Any, workers: int) -> None:
@@ -222,25 +217,6 @@ def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(workers: int, o
     assert caught.value.rank == 1
     assert "sample 6 of epoch 1 was read" in caught.value.traceback
     assert time.monotonic() - start < FAULT_S  # includes joining and the start of workers
-
-
-class Unmounted(Drawn):
-    """Its files do not exist."""
-
-    def __len__(self) -> int:
-        raise OSError("the disk is not there")
-
-
-def refusal_of_the_unmounted(bad: int) -> str:
-    with dl.join_world() as world:
-        with pytest.raises((OSError, dl.PeerFailed)) as caught:
-            dl.Batches(Unmounted() if world.rank == bad else Drawn(), 4, world)
-        return f"{caught.typename}: {caught.value}"
-
-
-def test_a_length_that_raises_on_one_rank_ends_all_ranks(on_ranks: OnRanks) -> None:
-    own = "OSError: the disk is not there"
-    assert on_ranks(2, refusal_of_the_unmounted, 1) == [f"PeerFailed: rank 1 failed: {own}", own]
 
 
 class Ragged(Dataset[torch.Tensor]):

@@ -105,10 +105,9 @@ def train_in_little_memory() -> tuple[list[str], bool]:
         return on_gpu.places, on_gpu.weights == Run(world, data).weights
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
-def test_data_that_do_not_fit_beside_a_step_stay_on_the_host(on_fake_gpus: OnRanks, ranks: int) -> None:
-    assert on_fake_gpus(ranks, train_in_little_memory) == [(["cpu"] * 4, True)] * ranks
+def test_data_that_do_not_fit_beside_a_step_stay_on_the_host(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(2, train_in_little_memory) == [(["cpu"] * 4, True)] * 2
 
 
 def train_with_small_data(options: dict[str, Any]) -> tuple[list[str], list[int], bool]:
@@ -118,12 +117,9 @@ def train_with_small_data(options: dict[str, Any]) -> tuple[list[str], list[int]
         return on_gpu.places, on_gpu.arrivals, on_gpu.weights == Run(world, data_of(3 * BATCH), 8, **options).weights
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"shards": 4}, {"shuffle": False}, {"partition": "local", "shards": 2}])
-def test_small_data_are_on_the_gpu_after_the_first_step(
-    on_fake_gpus: OnRanks, ranks: int, options: dict[str, Any]
-) -> None:
-    for places, arrivals, is_same in on_fake_gpus(ranks, train_with_small_data, options):
+@pytest.mark.parametrize("options", [{"shards": 4}, {"shuffle": False}, {"partition": "local", "shards": 2}])
+def test_small_data_are_on_the_gpu_after_the_first_step(on_fake_gpus: OnRanks, options: dict[str, Any]) -> None:
+    for places, arrivals, is_same in on_fake_gpus(2, train_with_small_data, options):
         assert places == ["cpu"] + ["cuda"] * 7
         assert is_same
         new_order = int(options.get("shuffle", True))  # of an epoch
@@ -136,25 +132,21 @@ def evaluate_in_little_memory() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     with dl.join_world(device="gpu", seed=0) as world:
-        large = dl.Batches(data_of(48 * BATCH), 16 * BATCH, world, shuffle=False, shards=world.size)
-        peak = max(world.gather(peak_of(large)))
+
+        def batches_of(samples: int) -> dl.Batches:
+            return dl.Batches(data_of(samples), 16 * BATCH, world, shuffle=False, shards=world.size)
+
+        peak = max(world.gather(peak_of(batches_of(48 * BATCH))))
         size = int(0.6 * peak) // BYTES
-        test = data_of(size)
-
-        def places_of(batches: dl.Batches, model: nn.Module) -> list[str]:
-            """Before an evaluation, and after each of three."""
-            places = [place_of(batches)]
-            for _ in range(3):
-                dl.evaluate(model, batches, loss=loss_of)
-                places.append(place_of(batches))
-            return places
-
         with cuda.limited(int(1.5 * peak)):
             run = Run(world, data_of(size // 2))
             found["trained"] = [place_of(run.batches)]
-            for name, data in (("large", test), ("small", data_of(BATCH))):
-                batches = dl.Batches(data, 16 * BATCH, world, shuffle=False, shards=world.size)
-                found[name] = places_of(batches, run.model)
+            for name, samples in (("large", size), ("small", BATCH)):
+                batches = batches_of(samples)
+                found[name] = [place_of(batches)]
+                for _ in range(3):
+                    dl.evaluate(run.model, batches, loss=loss_of)
+                    found[name].append(place_of(batches))
     return found
 
 
@@ -170,15 +162,12 @@ def peak_of(batches: dl.Batches) -> int:
     return int(device.memory()[1]) - before
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
 def test_a_larger_evaluation_runs_beside_data_that_moved_and_its_own_move_in_a_second_one(
-    on_fake_gpus: OnRanks, ranks: int
+    on_fake_gpus: OnRanks,
 ) -> None:
-    for found in on_fake_gpus(ranks, evaluate_in_little_memory):
-        assert found["trained"] == ["cuda"]
-        assert found["large"] == ["cpu"] * 4
-        assert found["small"] == ["cpu", "cpu", "cuda", "cuda"]
+    expected = {"trained": ["cuda"], "large": ["cpu"] * 4, "small": ["cpu", "cpu", "cuda", "cuda"]}
+    assert on_fake_gpus(2, evaluate_in_little_memory) == [expected] * 2
 
 
 def look_before_training() -> list[str]:
@@ -196,9 +185,8 @@ def look_before_training() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_look_at_the_data_and_an_evaluation_before_training_move_nothing(on_fake_gpus: OnRanks, ranks: int) -> None:
-    assert on_fake_gpus(ranks, look_before_training) == [["cpu", "cuda"]] * ranks
+def test_a_look_at_the_data_and_an_evaluation_before_training_move_nothing(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(2, look_before_training) == [["cpu", "cuda"]] * 2
 
 
 def resume_at_a_small_mini_batch() -> list[str]:
@@ -245,8 +233,8 @@ def test_data_of_a_gpu_stay_there(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, give_data_of_a_gpu) == [["cuda", "cpu"]]
 
 
-class OnGpu(torch.utils.data.Dataset[torch.Tensor]):
-    """A small data set that the script keeps on the GPU."""
+class Held(torch.utils.data.Dataset[torch.Tensor]):
+    """A small data set that the script keeps on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.rows = torch.arange(12.0, device=device).view(6, 2)
@@ -258,28 +246,24 @@ class OnGpu(torch.utils.data.Dataset[torch.Tensor]):
         return self.rows[index]
 
 
+ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
+
+
 def read_a_data_set_of_a_gpu() -> tuple[list[str], list[list[float]]]:
     with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(OnGpu(world.device), 4, world, shuffle=False)
+        batches = dl.Batches(Held(world.device), 4, world, shuffle=False)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         return [str(rows.device) for rows in shards], [rows.flatten().tolist() for rows in shards]
 
 
 def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks) -> None:
-    values = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
-    assert on_fake_gpus(1, read_a_data_set_of_a_gpu) == [(["cuda:0"] * 2, values)]
-
-
-class OnHost(OnGpu):
-    """The same samples in the host's memory."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    assert on_fake_gpus(1, read_a_data_set_of_a_gpu) == [(["cuda:0"] * 2, ROWS)]
 
 
 def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[float]], bool]:
     with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(OnHost(), 4, world, shuffle=False, devices="cpu", num_workers=workers)
+        data = Held(torch.device("cpu"))
+        batches = dl.Batches(data, 4, world, shuffle=False, devices="cpu", num_workers=workers)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         is_pinned = [rows.is_pinned() for rows in shards]
         assert not isinstance(batches._reader, StreamReader)
@@ -288,8 +272,7 @@ def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[flo
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_the_host_is_pinned_and_has_a_fingerprint(workers: int, on_fake_gpus: OnRanks) -> None:
-    values = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
-    assert on_fake_gpus(1, read_a_data_set_of_the_host, workers) == [([True] * 2, values, True)]
+    assert on_fake_gpus(1, read_a_data_set_of_the_host, workers) == [([True] * 2, ROWS, True)]
 
 
 def free_after_a_peak() -> bool:

@@ -21,7 +21,6 @@ import ddp_loop as dl
 from ddp_loop.data import messages
 from ddp_loop.data.messages import BY_VALUE, Message, default_collate, widen_pipe
 
-DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
 
 
@@ -36,8 +35,8 @@ def sent(data: Any) -> tuple[Any, bytes]:
     return pickle.loads(message).received(), message
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 1, 28, 28)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 1, 28, 28)], ids=str)
 def test_a_small_tensor_is_copied_with_its_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).mul(9).abs().to(dtype)
     (found,), message = sent((tensor,))
@@ -102,14 +101,14 @@ def read(floats: int, **options: Any) -> list[Any]:
         return [loaded.data(0) for loaded in batches.epoch(1)]
 
 
-@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
-def test_a_workers_shard_has_the_bits_of_one_read_here(small: bool) -> None:
-    floats = BY_VALUE // 8 + (0 if small else 1)  # a shard has two samples of 4 bytes a float
+@pytest.mark.parametrize("large", [0, 1])
+def test_a_workers_shard_has_the_bits_of_one_read_here(large: int) -> None:
+    floats = BY_VALUE // 8 + large  # a shard has two samples of 4 bytes a float
     found = read(floats, **WORKER)
     for (images, labels), (same_images, same_labels) in zip(found, read(floats), strict=True):
         assert torch.equal(images, same_images)
         assert torch.equal(labels, same_labels)
-        assert images.is_shared() is not small
+        assert images.is_shared() == large
         assert not labels.is_shared()
 
 
@@ -142,14 +141,11 @@ def test_a_worker_that_dies_within_a_message_blocks_nothing(monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_GETPIPE_SZ"), reason="Linux only")
-def test_the_pipe_holds_a_message() -> None:
+def test_the_pipe_holds_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: Any = multiprocessing.get_context("fork").Queue()
     widen_pipe(SimpleNamespace(_worker_result_queue=queue))
     assert fcntl.fcntl(queue._writer.fileno(), fcntl.F_GETPIPE_SZ) > BY_VALUE
     widen_pipe(SimpleNamespace())  # a loader without workers
-
-
-def test_the_readers_widen_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     widened: list[Any] = []
     monkeypatch.setattr(messages, "widen_pipe", widened.append)
     read(3, **WORKER)

@@ -6,7 +6,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import util
 from typing import Any
 
@@ -32,7 +31,7 @@ class Noisy(Dataset[Any]):
         return SIZE
 
     def __getitem__(self, index: int) -> tuple[int, float, float, torch.Tensor]:
-        return index, random.random(), np.random.rand(), torch.rand((), dtype=torch.float64)
+        return index, random.gauss(0.0, 1.0), np.random.randn(), torch.rand((), dtype=torch.float64)
 
 
 Draws = dict[int, tuple[float, ...]]
@@ -57,18 +56,20 @@ def test_draws_depend_on_the_sample_and_not_on_mini_batch_shard_or_worker() -> N
         assert draws(0, 3, 2, workers) == expected
 
 
-def test_draws_depend_on_the_sample_and_not_on_the_rank(on_ranks: OnRanks) -> None:
+def test_draws_depend_on_sample_and_epoch_and_not_on_the_rank(on_ranks: OnRanks) -> None:
     expected = draws(1, 4, 1, {})
     together: Draws = {}
     # A rank is a spawned process, whose workers would be spawned, too, and import torch: 3 s on two cores.
     for found in on_ranks(3, draws, 1, 7, None, {"num_workers": 1, "multiprocessing_context": "fork"}):
         together |= found
     assert together == expected
-
-
-def test_draws_differ_from_sample_to_sample_and_from_epoch_to_epoch() -> None:
-    values = [value for epoch in (0, 1) for row in draws(epoch, 4, 1, {}).values() for value in row]
+    values = [value for one in (expected, draws(0, 4, 1, {})) for row in one.values() for value in row]
     assert len(set(values)) == 2 * SIZE * 3  # of 53 bits each
+
+
+def fail(index: int) -> float:
+    random.random()
+    raise LookupError(f"no {index}")
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -81,19 +82,9 @@ def test_reading_leaves_the_random_state_of_the_process(workers: str) -> None:
             for loaded in batches.epoch(epoch + 1):
                 loaded.data(0)
                 found.append((random.random(), np.random.rand(), float(torch.rand(()))))
+                with pytest.raises(LookupError):
+                    next(dl.Batches(fail, 4, world).epoch(1)).data(0)
     assert found == expected
-
-
-def test_failed_reading_leaves_the_random_state_too() -> None:
-    def fail(index: int) -> float:
-        random.random()
-        raise LookupError(f"no {index}")
-
-    with dl.join_world() as world:
-        state = random.getstate(), torch.get_rng_state().tolist()
-        with pytest.raises(LookupError):
-            next(dl.Batches(fail, 4, world).epoch(1)).data(0)
-        assert (random.getstate(), torch.get_rng_state().tolist()) == state
 
 
 # -- workers come and go ---------------------------------------------------------------------------------------
@@ -139,10 +130,10 @@ def test_an_epoch_may_be_left_in_the_middle_for_the_next_one(workers: str) -> No
 def test_two_epochs_may_be_read_alternately(workers: str) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(torch.arange(6), 2, world, shuffle=True, **WORKERS[workers])
-        pairs = zip(batches.epoch(1), batches.epoch(2), strict=True)
-        found = [(one.data(0).tolist(), other.data(0).tolist()) for one, other in pairs]
-        for epoch in (0, 1):
-            assert [index for pair in found for index in pair[epoch]] == batches.indices(epoch + 1, 0, 6).tolist()
+        for one, other in zip(batches.epoch(1), batches.epoch(2), strict=True):
+            start = one.mini_batch.start
+            assert one.data(0).tolist() == batches.indices(1, start, 2).tolist()
+            assert other.data(0).tolist() == batches.indices(2, start, 2).tolist()
 
 
 def test_persistent_workers_refuse_a_second_epoch_before_the_first_ends() -> None:
@@ -197,39 +188,28 @@ def test_no_worker_is_left_that_takes_longer_to_end_than_torch_waits(
         assert child_processes() == before
 
 
-def leave_in_the_middle(options: dict[str, Any]) -> bool:
-    """Whether no worker is left after a rank leaves an epoch in the middle."""
+def workers_of_this_rank(leaves: bool) -> tuple[int, bool]:
+    """The most workers of a rank at a time, and whether none is left. A mini-batch has one shard, which is rank 0's."""
     before = child_processes()
-    with dl.join_world() as world:
-        for loaded in dl.Batches(Images(), 3, world, **options).epoch(1):
-            loaded.data(0)
-            break
-        del loaded
-    return child_processes() == before
-
-
-def test_a_rank_that_leaves_in_the_middle_leaves_no_worker_behind(on_ranks: OnRanks) -> None:
-    options = {"num_workers": 1, "multiprocessing_context": "fork"}
-    assert on_ranks(2, leave_in_the_middle, options) == [True, True]
-
-
-def workers_of_this_rank() -> int:
-    """The number of workers of a rank while it reads mini-batches of one shard, which is rank 0's."""
-    before = child_processes()
+    most = 0
     with dl.join_world() as world:
         options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-        batches = dl.Batches(Images(), 3, world, shards=1, **options)
-        return max(len(child_processes() - before) for loaded in batches.epoch(1) if list(read(loaded)) is not None)
-
-
-def read(loaded: Any) -> Iterator[Any]:
-    for number, _ in enumerate(loaded.mini_batch.shards):
-        yield loaded.data(number)
+        for loaded in dl.Batches(Images(), 3, world, shards=1, **options).epoch(1):
+            for number, _ in enumerate(loaded.mini_batch.shards):
+                loaded.data(number)
+            most = max(most, len(child_processes() - before))
+            if leaves:
+                break
+        del loaded
+    return most, child_processes() == before
 
 
 @pytest.mark.covers("C6")
-def test_a_rank_without_shards_starts_no_worker(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, workers_of_this_rank) == [1, 0]
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_without_shards_starts_no_worker_and_one_that_leaves_has_none_left(
+    leaves: bool, on_ranks: OnRanks
+) -> None:
+    assert on_ranks(2, workers_of_this_rank, leaves) == [(1, True), (0, True)]
 
 
 def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddp_loop as dl
-from ddp_loop.distributed import RankFailed
 from tests.support.harness import FAULT_S, OnRanks, caught
 
 pytestmark = pytest.mark.covers("A8")
@@ -131,87 +129,60 @@ def test_a_transform_leaves_the_random_state_of_the_process() -> None:
     assert len({float((rows - rows.round()).abs().max()) for rows in given}) == 3  # torch's draws, keyed by shard
 
 
-def change(kind: str, rank: int, rows: torch.Tensor) -> torch.Tensor | None:
-    changed: dict[str, Callable[[], torch.Tensor | None]] = {
-        "fewer": lambda: rows[1:],
-        "more": lambda: rows.repeat(2, 1),
-        "nothing": lambda: None,
-        "raises": lambda: rows @ torch.ones(7),
-        "one rank": lambda: rows if rank else rows[1:],
-    }
-    return changed[kind]()
-
-
-def change_labels(kind: str, rank: int, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def change(kind: str, rank: int, data: tuple[torch.Tensor, torch.Tensor], draws: dl.Draws) -> Any:
     rows, labels = data
-    changed = {
-        "labels": (rows, labels[1:]),
-        "labels of one rank": (rows, labels if rank else labels[1:]),
-        "a table of another length": (rows, labels, torch.ones(2)),
-    }
-    return changed[kind]
+    match kind:
+        case "fewer":
+            return rows[1:], labels
+        case "more":
+            return rows.repeat(2, 1), labels
+        case "nothing":
+            return None
+        case "raises":
+            return rows @ torch.ones(7), labels
+        case "one rank":
+            return (rows if rank else rows[1:]), labels
+        case "labels":
+            return rows, labels[1:]
+        case "labels of one rank":
+            return rows, (labels if rank else labels[1:])
+    return rows, labels, torch.ones(2)  # a table of another length
 
 
-def train_with_changed_labels(kind: str) -> None:
+CHANGES = {
+    "fewer": "A transform must keep the number of samples, 4 in this shard. It returned 3",
+    "more": "4 in this shard. It returned 8",
+    "nothing": "4 in this shard. It returned none",
+    "raises": "mat1 and mat2|size mismatch",
+    "one rank": "4 in this shard. It returned 3",
+    "labels": "4 in this shard. It returned 3 in part 2. Give unwanted samples weight 0",
+    "labels of one rank": "4 in this shard. It returned 3 in part 2. Give unwanted samples weight 0",
+    "a table": "",
+}
+
+
+def train_with(kind: str) -> None:
     with dl.join_world() as world:
         model = nn.Linear(4, 1)
-        data = ROWS, torch.arange(len(ROWS))
-        batches = dl.Batches(data, 8, world, transform=lambda data, draws: change_labels(kind, world.rank, data))
+        batches = dl.Batches((ROWS, torch.arange(SIZE)), 8, world, transform=partial(change, kind, world.rank))
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
             for rows, *_ in step:
                 step.backward(model(rows).mean())
             step.fold()
 
 
-@pytest.mark.parametrize("kind", ["labels", "labels of one rank"])
-def test_a_transform_that_changes_the_number_of_labels_alone_ends_all_ranks(kind: str, on_ranks: OnRanks) -> None:
-    results = on_ranks(2, caught, train_with_changed_labels, kind)
-    for name, text, took_s in results:
-        assert name in ("ValueError", "PeerFailed")
-        assert "4 in this shard. It returned 3 in part 2. Give unwanted samples weight 0" in text
-        assert took_s < FAULT_S
-    assert results[0][0] == "ValueError"
+def ends_with_changes() -> dict[str, tuple[str, str, float]]:
+    return {kind: caught(train_with, kind) for kind in CHANGES}
 
 
-def test_a_transform_may_add_a_part_of_another_length(on_ranks: OnRanks) -> None:
-    results = on_ranks(2, caught, train_with_changed_labels, "a table of another length")
-    assert [name for name, _, _ in results] == ["", ""]
-
-
-def train_with_a_change(kind: str) -> None:
-    with dl.join_world() as world:
-        model = nn.Linear(4, 1)
-        batches = dl.Batches(ROWS, 8, world, transform=lambda rows, draws: change(kind, world.rank, rows))
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("fewer", "A transform must keep the number of samples, 4 in this shard. It returned 3"),
-        ("more", "4 in this shard. It returned 8"),
-        ("nothing", "4 in this shard. It returned none"),
-        ("raises", "mat1 and mat2|size mismatch"),
-        ("one rank", "4 in this shard. It returned 3"),
-    ],
-)
-def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks(
-    kind: str, said: str, on_ranks: OnRanks
-) -> None:
-    results = on_ranks(2, caught, train_with_a_change, kind)
-    for name, text, took_s in results:
-        assert name in ("ValueError", "RuntimeError", "PeerFailed")
-        assert re.search(said, text)
-        assert took_s < FAULT_S
-    assert {name for name, _, _ in results} - {"PeerFailed"}
-
-
-def test_a_transform_that_is_not_a_function_is_refused_at_once(on_ranks: OnRanks) -> None:
-    with pytest.raises(RankFailed, match=r"transform must be a function, transform\(data, draws\)\. Got 'flip'"):
-        on_ranks(2, batches_with, "flip")
+def test_a_transform_that_changes_the_number_of_samples_or_labels_or_raises_ends_all_ranks(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(2, ends_with_changes)
+    for kind, said in CHANGES.items():
+        kinds = {first[kind][0], second[kind][0]}
+        assert kinds - {"PeerFailed"} == {{"raises": "RuntimeError", "a table": ""}.get(kind, "ValueError")}
+        for _, text, took_s in (first[kind], second[kind]):
+            assert re.search(said, text)
+            assert took_s < FAULT_S
 
 
 class Flip(nn.Module):
@@ -221,33 +192,33 @@ class Flip(nn.Module):
         return image.flip(-1)
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "of data alone": (lambda rows: rows, r"\(rows\)"),
-    "of each part": (lambda images, labels, draws: images, r"\(images, labels, draws\)"),
-    "of nothing": (lambda: None, r"\(\)"),
-    "with a keyword": (lambda data, *, draws: data, r"\(data, \*, draws\)"),
-    "a module of one image": (Flip(), r"\(image\)"),
-}
+WRITE = r"\. Write lambda data, draws"
+WRONG: list[tuple[Any, str]] = [
+    ("flip", "'flip'"),
+    (lambda rows: rows, r"one of the form \(rows\)" + WRITE),
+    (lambda images, labels, draws: images, r"one of the form \(images, labels, draws\)" + WRITE),
+    (lambda: None, r"one of the form \(\)" + WRITE),
+    (lambda data, *, draws: data, r"one of the form \(data, \*, draws\)" + WRITE),
+    (Flip(), r"one of the form \(image\)" + WRITE),
+]
 
 
-def batches_of_a_wrong_form(form: str, culprit: int | None) -> tuple[str, str, float]:
+def refusals(culprit: int | None) -> list[tuple[str, str, float]]:
     with dl.join_world() as world:
-        wrong = WRONG[form][0] if culprit in (None, world.rank) else lambda data, draws: data
-        refused = caught(lambda: dl.Batches(ROWS, 8, world, transform=wrong))
+        found = []
+        for transform, _ in WRONG:
+            given = transform if culprit in (None, world.rank) else lambda data, draws: data
+            found.append(caught(partial(dl.Batches, ROWS, 8, world, transform=given)))
         world.gather(None)
-        return refused
+        return found
 
 
 @pytest.mark.parametrize("culprit", [None, 1])
-@pytest.mark.parametrize("form", WRONG)
-def test_a_transform_of_another_form_is_refused_with_the_right_one(
-    form: str, culprit: int | None, on_ranks: OnRanks
-) -> None:
-    for rank, (kind, text, _) in enumerate(on_ranks(2, batches_of_a_wrong_form, form, culprit)):
-        assert kind == ("TypeError" if culprit in (None, rank) else "PeerFailed")
-        assert re.search(
-            rf"transform\(data, draws\)\. Got one of the form {WRONG[form][1]}\. Write lambda data, draws", text
-        )
+def test_a_transform_of_another_form_is_refused_with_the_right_one(culprit: int | None, on_ranks: OnRanks) -> None:
+    for rank, found in enumerate(on_ranks(2, refusals, culprit)):
+        for (_, form), (kind, text, _) in zip(WRONG, found, strict=True):
+            assert kind == ("TypeError" if culprit in (None, rank) else "PeerFailed")
+            assert re.search(rf"transform\(data, draws\)\. Got {form}", text)
 
 
 class Twice(nn.Module):
@@ -270,11 +241,5 @@ def test_a_transform_of_two_arguments_is_taken_whatever_it_is(change: Any, expec
 
 
 def test_a_transform_whose_arguments_python_does_not_know_is_taken() -> None:
-    change: Any = torch.Tensor.add_  # whose signature Python cannot tell
     with dl.join_world() as world:
-        assert len(dl.Batches(ROWS, 8, world, transform=change)) == len(dl.Batches(ROWS, 8, world))
-
-
-def batches_with(transform: Any) -> None:
-    with dl.join_world() as world:
-        dl.Batches(ROWS, 8, world, transform=transform)
+        dl.Batches(ROWS, 8, world, transform=torch.Tensor.add_)  # type: ignore[arg-type]

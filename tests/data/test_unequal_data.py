@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
+from tests.support.comparing import Tensors, gradients_of
 from tests.support.documents import fenced_blocks
 from tests.support.harness import OnRanks
 from tests.support.own_data import own_stream, rows_of
@@ -22,17 +23,10 @@ from tests.support.refusals import network
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
-BOUND = 1e-12
-
-Gradients = dict[str, torch.Tensor]
-
-
-class Record:
-    """The steps of a rank: epoch, own samples, R, whether it is the epoch's last, loss and gradients."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, list[int], int, bool, float, Gradients]] = []
-        self.unused: list[tuple[int, ...] | None] = []
+Step = tuple[
+    int, list[int], int, bool, float, Tensors
+]  # epoch, own samples, R, is it the epoch's last, loss, gradients
+Record = tuple[list[Step], list[tuple[int, ...] | None]]  # the steps of a rank; unused samples after each epoch
 
 
 def train(
@@ -53,7 +47,8 @@ def train(
             batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
             allow_single_sample_shards=True,
         )  # fmt: skip
-        record = Record()
+        steps: list[Step] = []
+        unused: list[tuple[int, ...] | None] = []
         for epoch in loop.epochs():
             for step in epoch:
                 seen: list[int] = []
@@ -61,24 +56,22 @@ def train(
                     seen += numbers.tolist()
                     step.backward(mse_loss(model(rows), rows.sum(1, keepdim=True)))
                 result = step.fold()
-                gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
                 place = step.epoch, seen, step.samples, step.is_last_of_epoch
-                record.steps.append((*place, result.loss.item(), gradients))
+                steps.append((*place, result.loss.item(), gradients_of(model)))
                 assert result.samples == step.samples
                 optimizer.step()
-            record.unused.append(None if batches.unused is None else tuple(batches.unused))
-        return record
+            unused.append(None if batches.unused is None else tuple(batches.unused))
+        return steps, unused
 
 
 def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
     """Compare each step with one process on the union of the ranks' samples; returns the numbers of these."""
-    assert len({len(record.steps) for record in results}) == 1
     model: nn.Module = network()
     if layer:
         model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     unions = []
-    for steps in zip(*(record.steps for record in results), strict=True):
+    for steps in zip(*(steps for steps, _ in results), strict=True):
         union = [number for step in steps for number in step[1]]
         unions.append(union)
         rows = rows_of(union)
@@ -88,15 +81,12 @@ def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
         for _, _, count, _, found, gradients in steps:
             assert count == len(union)
             assert found == pytest.approx(loss.item(), rel=1e-12)
-            for name, parameter in model.named_parameters():
-                assert parameter.grad is not None
-                bound = BOUND * max(1.0, parameter.grad.abs().max().item())
-                assert (gradients[name] - parameter.grad).abs().max() <= bound
+            torch.testing.assert_close(gradients, gradients_of(model), rtol=1e-12, atol=1e-12)
         optimizer.step()
     return unions
 
 
-COUNTS = [[7, 3], [1000, 0], [0, 5], [8, 8], [13, 1, 0, 6]]
+COUNTS = [[7, 3], [1000, 0], [13, 1, 0, 6]]
 
 
 @pytest.mark.on_gpus_too
@@ -115,28 +105,25 @@ def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
     for epoch in range(2):
         seen = Counter(number for union in unions[epoch * steps :][:steps] for number in union)
         assert seen == Counter(range(sum(counts)))
-    for record in results:
-        assert [is_last for _, _, _, is_last, _, _ in record.steps] == ([False] * (steps - 1) + [True]) * 2
-        assert record.unused == [(0, True)] * 2
+    for made, unused in results:
+        assert [is_last for _, _, _, is_last, _, _ in made] == ([False] * (steps - 1) + [True]) * 2
+        assert unused == [(0, True)] * 2
 
 
-@pytest.mark.parametrize("sized", [False, True])
-def test_until_first_ends_with_the_first_rank_and_counts_the_unused(sized: bool, on_ranks: OnRanks) -> None:
-    results = on_ranks(2, train, [7, 3], 4, "first", 2, sized=sized)
-    unions = assert_exact(results)
-    assert [len(union) for union in unions] == [4, 3] * 2
-    for record in results:
-        assert record.unused == [(3, True)] * 2
-    if sized:
-        return
-    for record in on_ranks(2, train, [1000, 3], 4, "first", 1):
-        assert record.unused == [(6, False)]  # rank 0 had read three pieces of its other 996
+def test_until_first_ends_with_the_first_rank_and_counts_the_unused(on_ranks: OnRanks) -> None:
+    for sized in (False, True):
+        results = on_ranks(2, train, [7, 3], 4, "first", 2, sized=sized)
+        assert [len(union) for union in assert_exact(results)] == [4, 3] * 2
+        for _, unused in results:
+            assert unused == [(3, True)] * 2
+    for _, unused in on_ranks(2, train, [1000, 3], 4, "first", 1):
+        assert unused == [(6, False)]  # rank 0 had read three pieces of its other 996
 
 
 @pytest.mark.slow
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -> None:
     draw = random.Random(seed)
     counts = [draw.choice([0, 1, draw.randrange(40)]) for _ in range(4)]
@@ -149,7 +136,7 @@ def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -
     unions = assert_exact(results)
     assert len(unions) == 2 * max(made)
     assert sum(map(len, unions)) == 2 * (sum(counts) - sum(left))
-    assert results[0].unused == [(sum(left), True)] * 2
+    assert results[0][1] == [(sum(left), True)] * 2
 
 
 @pytest.mark.parametrize(("counts", "sized"), [([9, 3], False), ([9, 2], True)])
@@ -177,7 +164,7 @@ def reported(folder: str, counts: list[int], until: str) -> Any:
 @pytest.mark.parametrize(
     ("counts", "until", "key", "said"),
     [
-        ([7, 3], "first", "unused_samples", "3 samples"),
+        ([5, 3], "first", "unused_samples", "1 sample"),
         ([1000, 2], "first", "unused_samples_at_least", "at least 6 samples"),
         ([7, 3], "all", "unused_samples", "0 samples"),
     ],

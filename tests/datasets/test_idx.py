@@ -15,46 +15,38 @@ import torch
 from ddp_loop.datasets import holds_idx, idx_folder, read_idx
 from tests.support.files import TYPES, idx_bytes, noise, write, write_mnist
 
+pytestmark = pytest.mark.covers("A5")
+
 # -- one file ----------------------------------------------------------------------------------------------
 
 SIX = np.arange(6, dtype=np.uint8).reshape(2, 3)
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzipped"])
 
 
-@pytest.mark.covers("A5")
 @PACKED
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2), (1, 2, 3, 1), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(6,), (3, 1, 2), (2, 0, 3)], ids=str)
 def test_idx_files_of_every_type_are_read(kind: str, shape: tuple[int, ...], packed: bool, tmp_path: Path) -> None:
     values = np.array([1, 2, 3, 100, 0, 77][: int(np.prod(shape))]).astype(kind).reshape(shape)
     if values.size:
         values.flat[0] = {"u1": 255, "i1": -128, "i2": -258, "i4": -16909060, "f4": -1.5, "f8": 1e300}[kind]
-    read = read_idx(write(tmp_path / "values", idx_bytes(values), packed))
+    name = "values" if packed else "values.gz"  # its content shows whether a file is gzipped
+    read = read_idx(write(tmp_path / name, idx_bytes(values), packed))
     assert read.dtype == torch.from_numpy(values).dtype
     assert torch.equal(read, torch.from_numpy(values))
     read += 1  # it may be written to
 
 
-@pytest.mark.covers("A5")
-def test_the_content_shows_whether_an_idx_file_is_gzipped(tmp_path: Path) -> None:
-    assert torch.equal(read_idx(write(tmp_path / "six.gz", idx_bytes(SIX))), torch.from_numpy(SIX))
-    assert torch.equal(read_idx(write(tmp_path / "six", idx_bytes(SIX), packed=True)), torch.from_numpy(SIX))
-
-
-@pytest.mark.covers("A5")
 @PACKED
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4 bytes, 00 01 08 01. Pass an"),
-        (b"\x89PNG\r\n", "with 4 bytes, 89 50 4e 47"),
         (b"\0\0\x0a\1\0\0\0\0", "with 4 bytes, 00 00 0a 01"),
         (b"\0\0\x08\0\0", "with 4 bytes, 00 00 08 00"),
-        (b"\0\0\x08", "with 3 bytes, 00 00 08"),
         (b"", "with 0 bytes, "),
         (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must have a header of 12 bytes. .* has 10 bytes. Download"),
         (idx_bytes(SIX)[:-1], "must have 2x3 values of uint8 by its header, 6 bytes. It has 5. Download it again"),
-        (idx_bytes(SIX)[:12], ", 6 bytes. It has 0"),
         (idx_bytes(SIX) + b"\0", ", 6 bytes. It has 7"),
         (idx_bytes(SIX.astype(np.float64))[:-8], "2x3 values of float64 by its header, 48 bytes. It has 40"),
         (idx_bytes(SIX[:0], (0, 2**32 - 1, 2**32 - 1, 2**32 - 1)), "torch has no tensor of size .*4294967295"),
@@ -69,7 +61,6 @@ def test_a_damaged_idx_file_is_named_with_its_byte_counts(
     assert str(path) in str(refused.value)
 
 
-@pytest.mark.covers("A5")
 def test_a_damaged_gzip_is_named_with_its_byte_counts(tmp_path: Path) -> None:
     content = idx_bytes(noise(40, 50))
     whole = gzip.compress(content)
@@ -90,7 +81,6 @@ def test_a_damaged_gzip_is_named_with_its_byte_counts(tmp_path: Path) -> None:
     assert read_idx(path).shape == (40, 50)
 
 
-@pytest.mark.covers("A5")
 def test_a_missing_idx_file_or_a_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"must be readable .*Got {tmp_path}/none \(.*No such file"):
         read_idx(tmp_path / "none")
@@ -98,7 +88,6 @@ def test_a_missing_idx_file_or_a_folder_is_named(tmp_path: Path) -> None:
         read_idx(tmp_path)
 
 
-@pytest.mark.covers("A5")
 @PACKED
 @pytest.mark.parametrize(
     ("content", "counts"),
@@ -124,7 +113,6 @@ def test_a_wrong_header_takes_no_memory(content: bytes, counts: str, packed: boo
 # -- folders of IDX files ----------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("A5")
 @PACKED
 @pytest.mark.parametrize("joint", ["-", "."])
 def test_mnists_files_are_a_training_and_a_test_set(joint: str, packed: bool, tmp_path: Path) -> None:
@@ -139,14 +127,13 @@ def test_mnists_files_are_a_training_and_a_test_set(joint: str, packed: bool, tm
     assert holds_idx(tmp_path)
 
 
-@pytest.mark.covers("A5")
 def test_a_plain_file_is_preferred_to_a_gzipped_one(tmp_path: Path) -> None:
     write_mnist(tmp_path, packed=True, sizes=(1, 1))
     write_mnist(tmp_path, joint=".")
     assert [len(data) for data in idx_folder(tmp_path)] == [30, 7]
 
 
-@pytest.mark.covers("A4", "A5")
+@pytest.mark.covers("A4")
 @pytest.mark.parametrize(("largest", "names"), [(10, ["00", "01", "10"]), (26, ["00", "01", "26"])])
 def test_training_and_test_have_the_same_names_sorted_as_numbers(
     largest: int, names: list[str], tmp_path: Path
@@ -157,13 +144,11 @@ def test_training_and_test_have_the_same_names_sorted_as_numbers(
     assert [int(name) for name in train.class_names] == [*range(largest + 1)]
 
 
-@pytest.mark.covers("A5")
 def test_sets_without_images_are_valid(tmp_path: Path) -> None:
     train, test = idx_folder(write_mnist(tmp_path, sizes=(0, 0)))
     assert (len(train), len(test), len(test.class_names)) == (0, 0, 10)
 
 
-@pytest.mark.covers("A5")
 def test_a_missing_file_is_named_with_the_files_that_exist(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
@@ -178,7 +163,6 @@ def test_a_missing_file_is_named_with_the_files_that_exist(tmp_path: Path) -> No
         idx_folder(tmp_path / "empty")
 
 
-@pytest.mark.covers("A5")
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
