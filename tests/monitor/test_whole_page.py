@@ -72,10 +72,11 @@ def training(lab: Path) -> Iterator[Path]:
         until(lambda: is_running(run) or process.poll() is not None, "the script trains", BEGINS_S)
         yield run
     finally:
+        process.kill()
+        process.wait()
         if run.is_dir():
             (run / "stop").touch()
             until(lambda: not is_running(run) and not waits(), "the run that was continued has ended")
-        process.wait(BEGINS_S)
 
 
 def waits() -> bool:
