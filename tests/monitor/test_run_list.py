@@ -191,9 +191,9 @@ def test_a_trial_has_the_state_of_its_sweep_and_runs_also_before_and_after_its_l
             "direction": "minimize", "can_again": status not in ("pruned", "interrupted"),
         }  # fmt: skip
     write_trial(tmp_path / "0007", 7, status="running")
-    for status, state in (("done", "running"), ("failed", "failed"), ("running", "lost"), (None, "starting")):
-        (tmp_path / "0007" / "status.json").write_text(json.dumps({"status": status}))
-        if status is None:
+    for loop_status, state in (("done", "running"), ("failed", "failed"), ("running", "lost"), (None, "starting")):
+        (tmp_path / "0007" / "status.json").write_text(json.dumps({"status": loop_status}))
+        if loop_status is None:
             (tmp_path / "0007" / "status.json").unlink()
         said = runs_of(RunList([tmp_path]).look())["0007"]
         assert (said["state"], said["can_stop"]) == (state, False)
