@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -45,38 +45,28 @@ ALL_ROWS = list(range(1, STEPS + 1))
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder for a run: a small disk of its own where that can be mounted."""
-    with ExitStack() as ending:
+def run_on(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a folder for a run: on a small disk of its own for "small" or "over", where that can be mounted."""
+
+    def run_on(mounts: str) -> Path:
         try:
-            folder = ending.enter_context(small_disk(tmp_path / "disk"))
+            return (ending.enter_context(small_disk(tmp_path / "disk")) if mounts else tmp_path) / "run"
         except OSError as error:
             pytest.skip(f"needs a small disk, which root can mount: {error}")
-        yield folder / "run"
-    unmount_below(tmp_path)
 
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[Path]:
-    """A folder for a run on the usual disk."""
-    yield tmp_path / "run"
+    with ExitStack() as ending:
+        yield run_on
     unmount_below(tmp_path)
 
 
 @contextmanager
-def limited(most: int) -> Iterator[None]:
+def no_file_beyond(most: int) -> Iterator[None]:
     """No file of this process grows beyond `most` bytes; the one that pytest writes to neither."""
     heal = limit_files(Path(), most)
     try:
         yield
     finally:
         heal()
-
-
-@pytest.fixture
-def outcome(name: str, policy: str, on_ranks: OnRanks, request: pytest.FixtureRequest) -> Outcome:
-    run: Path = request.getfixturevalue("disk" if DISKS[name].mounts else "plain")
-    return examine(on_ranks, name, policy, run)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +92,14 @@ def assert_nothing_is_lost(outcome: Outcome, name: str, whole: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("E5")
-@pytest.mark.parametrize("policy", ["raise"])
 @pytest.mark.parametrize("name", DISKS)
-def test_all_ranks_stop_together_and_say_where_and_why(name: str, outcome: Outcome, whole: str) -> None:
-    first, *others = outcome.ended
+def test_all_ranks_stop_together_and_say_where_and_why(
+    name: str, on_ranks: OnRanks, run_on: Callable[[str], Path], whole: str
+) -> None:
     disk = DISKS[name]
+    run = run_on(DISKS[name].mounts)
+    outcome = examine(on_ranks, name, "raise", run)
+    first, *others = outcome.ended
     assert (first.kind in ("OSError", "FileNotFoundError"), first.stage) == (True, disk.stage), first
     for one in others:
         assert (one.kind, one.rank, one.stage) == ("PeerFailed", 0, disk.stage), one
@@ -121,13 +114,16 @@ def test_all_ranks_stop_together_and_say_where_and_why(name: str, outcome: Outco
     assert_nothing_is_lost(outcome, name, whole)
 
 
-@pytest.mark.covers("E5")
-@pytest.mark.parametrize("policy", ["warn"])
-@pytest.mark.parametrize("name", DISKS)
 @pytest.mark.slow
-def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(name: str, outcome: Outcome, whole: str) -> None:
+@pytest.mark.covers("E5")
+@pytest.mark.parametrize("name", ["full for what is large", "full within a row", "replaced", "removed"])
+def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(
+    name: str, on_ranks: OnRanks, run_on: Callable[[str], Path], whole: str
+) -> None:
+    disk = DISKS[name]
+    outcome = examine(on_ranks, name, "warn", run_on(""))
     assert [(one.kind, one.text, one.digest) for one in outcome.ended] == [("", "", whole)] * RANKS
-    disk, lines = DISKS[name], outcome.ended[0].lines
+    lines = outcome.ended[0].lines
     missed = [line for line in lines if line.startswith("ddp_loop: No checkpoint was written; training continues. ")]
     assert len(missed) == (len(MEANWHILE) if disk.heals else sum(at > HARMED for at in SAVED)), lines
     no_rows = [line for line in lines if line.endswith(" Until then new lines wait in memory; training continues.")]
@@ -142,114 +138,102 @@ def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(name: str, outco
     assert_nothing_is_lost(outcome, name, whole)
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_reported_on_every_rank(on_ranks: OnRanks, plain: Path) -> None:
-    first, *others = on_ranks(RANKS, train, str(plain), "full for what is large", at=STEPS - 1)
+def test_a_last_checkpoint_that_cannot_be_written_is_reported_on_every_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, *others = on_ranks(RANKS, train, str(tmp_path), "full for what is large", at=STEPS - 1)
     assert (first.kind, first.stage, first.step) == ("OSError", "save", STEPS)
     assert {(one.kind, one.rank, one.stage) for one in others} == {("PeerFailed", 0, "save")}
     assert max(one.took_s for one in (first, *others)) < FAULT_S
-    assert kept_in(plain) == (SAVED[:-1][-KEEP:], [])
+    assert kept_in(tmp_path) == (SAVED[:-1][-KEEP:], [])
 
 
 @pytest.mark.slow
-def test_a_log_on_the_full_disk_stops_no_rank(on_ranks: OnRanks, disk: Path, whole: str) -> None:
-    log = disk.with_name("log")
-    ended = on_ranks(RANKS, train, str(disk), "full", "warn", str(log))
+def test_a_log_on_the_full_disk_stops_no_rank(on_ranks: OnRanks, run_on: Callable[[str], Path], whole: str) -> None:
+    run = run_on("small")
+    ended = on_ranks(RANKS, train, str(run), "full", "warn", str(run.with_name("log")))
     assert [(one.kind, one.text, one.digest) for one in ended] == [("", "", whole)] * RANKS
-    assert rows_of(disk) == ALL_ROWS
+    assert rows_of(run) == ALL_ROWS
 
 
-def test_a_loop_that_is_left_while_a_save_fails_says_so(on_ranks: OnRanks, plain: Path) -> None:
-    ended = on_ranks(2, train, str(plain), "full for what is large", "raise", "", MEANWHILE[0] + 1)
+def test_a_loop_that_is_left_while_a_save_fails_says_so(on_ranks: OnRanks, tmp_path: Path) -> None:
+    ended = on_ranks(2, train, str(tmp_path), "full for what is large", "raise", "", MEANWHILE[0] + 1)
     assert [one.kind for one in ended] == ["", ""]
     (line,) = [line for line in ended[0].lines if line.startswith("ddp_loop: No checkpoint was written. ")]
     assert "File too large" in line
-    assert not is_running(plain)
+    assert not is_running(tmp_path)
 
 
 # -- where a run begins --------------------------------------------------------------------------------------
 
 
-def test_a_run_on_a_full_disk_is_refused_by_all_with_the_remedy(on_ranks: OnRanks, disk: Path) -> None:
-    disk.mkdir()
-    heal = fill(disk)
-    first, second = on_ranks(2, train, str(disk))
+def test_a_run_on_a_full_disk_is_refused_by_all_with_the_remedy(
+    on_ranks: OnRanks, run_on: Callable[[str], Path]
+) -> None:
+    run = run_on("small")
+    run.mkdir()
+    heal = fill(run)
+    first, second = on_ranks(2, train, str(run))
     assert first.text.endswith(" Make room there, make it writable, or pass another run_dir=.")
     assert "No space left on device" in first.text
     assert (second.kind, second.rank) == ("PeerFailed", 0)
     heal()
-    assert [one.kind for one in on_ranks(2, train, str(disk))] == ["", ""]  # no process holds it
+    assert [one.kind for one in on_ranks(2, train, str(run))] == ["", ""]  # no process holds it
 
 
 def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_run_that_goes_on(
-    on_ranks: OnRanks, disk: Path, whole: str
+    on_ranks: OnRanks, run_on: Callable[[str], Path], whole: str
 ) -> None:
-    on_ranks(2, train, str(disk), "full", "raise")
-    left = disk / "checkpoints" / f"{SAVING}4-01234567"
+    run = run_on("small")
+    on_ranks(2, train, str(run), "full", "raise")
+    left = run / "checkpoints" / f"{SAVING}4-01234567"
     left.mkdir()
-    fill(disk)
-    disk.with_name("ballast").rename(left / "tensors.safetensors")
-    assert [(one.kind, one.text, one.digest) for one in on_ranks(2, train, str(disk))] == [("", "", whole)] * 2
+    fill(run)
+    run.with_name("ballast").rename(left / "tensors.safetensors")
+    assert [(one.kind, one.text, one.digest) for one in on_ranks(2, train, str(run))] == [("", "", whole)] * 2
     assert not left.exists()
 
 
 # -- one file ------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_does_not_fit_is_taken_out_again(plain: Path) -> None:
-    plain.mkdir()
-    lines = [line_of({"epoch": 1, "iteration": number, "samples": 1}, {"loss": 0.25}, 0.5) for number in range(1, 4)]
-    path = plain / "rows.jsonl"
+@pytest.mark.parametrize(
+    ("on_full", "fate", "kept"), [("raise", "", [1]), ("keep", "wait", [1, 2, 3]), ("drop", "are", [1, 3])]
+)
+def test_lines_that_cannot_be_written_are_an_error_once_or_wait_or_are_dropped(
+    on_full: OnFull, fate: str, kept: list[int], tmp_path: Path
+) -> None:
+    lines = [line_of({"epoch": 1, "iteration": number, "samples": 4}, {"loss": 1.0}, 0.5) for number in (1, 2, 3)]
     said = list[str]()
-    file = JsonlWriter(path, 0, said.append, "keep")
+    path = tmp_path / "rows.jsonl"
+    file = JsonlWriter(path, 0, said.append, on_full)
     file.add(lines[0])
     file.flush()
     file.add(lines[1])
-    with limited(len(lines[0]) + 20):
-        file.flush()
-    assert re.fullmatch(rf"\[Errno 27\] {path} cannot be written \(File too large\)\. Make room there, .*", said[0])
+    error = rf"\[Errno 27\] {path} cannot be written \(File too large\)\. Make room there"
+    with no_file_beyond(len(lines[0]) + 20):
+        if on_full == "raise":
+            with pytest.raises(OSError, match=error):
+                file.flush()
+        else:
+            file.flush()
+            file.flush()
+            (line,) = said
+            assert re.match(rf"{error}.* Until then new lines {fate} ", line)
     assert path.read_text() == lines[0]
     file.add(lines[2])
     file.close()
-    assert path.read_text() == "".join(lines)
-    with path.open("a") as half:
-        half.write(lines[0][:9])
-    JsonlWriter(path, 2, said.append, "keep").close()
-    assert path.read_text() == "".join(lines[:2])
+    assert rows_of(tmp_path) == kept
+    assert said[1:] == ([f"{path} can be written again. Lines added: {len(kept) - 1}."] if fate else [])
 
 
-@pytest.mark.parametrize(
-    ("on_full", "fate", "kept"), [("raise", "", []), ("keep", "wait", [1, 2]), ("drop", "are", [2])]
-)
-def test_lines_that_cannot_be_written_are_an_error_once_or_wait_or_are_dropped(
-    on_full: OnFull, fate: str, kept: list[int], plain: Path
-) -> None:
-    plain.mkdir()
-    said: list[str] = []
-    first, second = (line_of({"epoch": 1, "iteration": number, "samples": 4}, {"loss": 1.0}, 0.5) for number in (1, 2))
-    path = plain / "rows.jsonl"
-    lines = JsonlWriter(path, 0, said.append, on_full)
-    lines.add(first)
-    with limited(10):
-        if on_full == "raise":
-            with pytest.raises(OSError, match=r"rows\.jsonl cannot be written \(File too large\)\. Make room there"):
-                lines.flush()
-        else:
-            lines.flush()
-            lines.flush()
-            assert len(said) == 1
-            assert f" Until then new lines {fate} " in said[0]
-    lines.add(second)
-    lines.close()
-    assert rows_of(plain) == kept
-    assert said[1:] == ([f"{path} can be written again. Lines added: {len(kept)}."] if kept else [])
-
-
-def test_a_score_that_cannot_be_written_leaves_the_checkpoint_as_it_was(plain: Path) -> None:
-    plain.mkdir()
-    checkpoints = CheckpointStore(plain, "r1")
+def test_a_checkpoint_or_score_that_cannot_be_written_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, "r1")
     path = checkpoints.write(to_tree({"w": torch.ones(3)}), iteration=1, facts={})
+    with no_file_beyond(2000):
+        for large in ({"w": torch.ones(1000)}, {"w": "x" * 4000}):
+            with pytest.raises(OSError, match=r"could not be written to .*Make room there.* checkpoints are intact\."):
+                checkpoints.write(to_tree(large), iteration=2, facts={})
     with (
-        limited(10),
+        no_file_beyond(10),
         pytest.raises(OSError, match=r"The score of .*step-00000001 could not be written \(.*\)\. Make room there"),
     ):
         checkpoints.give_score(path, 1.0)
@@ -259,14 +243,16 @@ def test_a_score_that_cannot_be_written_leaves_the_checkpoint_as_it_was(plain: P
     assert checkpoints.read(path).score == 1.0
 
 
-def test_a_run_folder_that_cannot_be_looked_into_asks_for_no_stop(plain: Path) -> None:
-    held, mine = RunFolder(plain, {}, None), os.geteuid()
-    plain.chmod(0)
+def test_a_run_folder_that_cannot_be_looked_into_asks_for_no_stop(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    mine = os.geteuid()
+    held = RunFolder(run, {}, None)
+    run.chmod(0)
     try:
         if not mine:
             os.seteuid(UNPRIVILEGED)  # permissions do not bind root
         assert held.asked_to_stop() is None
     finally:
         os.seteuid(mine)
-        plain.chmod(0o755)
+        run.chmod(0o755)
         held.close()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import re
-import resource
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +55,14 @@ def write(checkpoints: CheckpointStore, iteration: int, score: float | None = No
     return checkpoints.write(state(iteration), iteration=iteration, facts={"at": iteration}, score=score)
 
 
-def test_what_is_written_is_read(checkpoints: CheckpointStore, run: Path) -> None:
+@pytest.mark.parametrize("score", [None, 0.25, 0.0, -math.inf, math.nan, 3])
+def test_what_is_written_is_read(checkpoints: CheckpointStore, run: Path, score: float | None) -> None:
     facts = {"epoch": 3, "nested": {"a": [1, None, "ü"]}}
-    path = checkpoints.write(state(2.5), iteration=123, facts=facts, score=0.25)
+    path = checkpoints.write(state(2.5), iteration=123, facts=facts, score=score)
     assert path == run / "checkpoints" / "step-00000123"
     found = checkpoints.read(path)
-    assert (found.path, found.iteration, found.facts, found.score) == (path, 123, facts, 0.25)
+    assert (found.path, found.iteration, found.facts) == (path, 123, facts)
+    assert repr(found.score) == repr(None if score is None else float(score))
     back = from_tree(found.packed)
     assert back["n"] == 2.5
     assert torch.equal(back["model"]["w"], torch.full((3, 4), 2.5))
@@ -84,11 +84,6 @@ def test_the_tensors_are_a_file_of_safetensors_by_their_paths(checkpoints: Check
 def test_a_state_without_tensors_is_written(checkpoints: CheckpointStore) -> None:
     path = checkpoints.write(to_tree([1, 2]), iteration=0, facts={})
     assert from_tree(checkpoints.read(path).packed) == [1, 2]
-
-
-@pytest.mark.parametrize("score", [None, 0.0, -1.5, math.inf, -math.inf, math.nan, 3])
-def test_every_score_comes_back(checkpoints: CheckpointStore, score: float | None) -> None:
-    assert repr(checkpoints.read(write(checkpoints, 1, score)).score) == repr(None if score is None else float(score))
 
 
 def test_a_second_checkpoint_of_a_step_gets_a_number(checkpoints: CheckpointStore, run: Path) -> None:
@@ -137,8 +132,7 @@ def test_a_score_has_room_beside_facts_that_nearly_fill_the_manifest(
 
 def test_the_one_just_written_stays_also_where_newer_ones_are(checkpoints: CheckpointStore, run: Path) -> None:
     for iteration in (50, 60, 70, 5):
-        path = write(checkpoints, iteration)
-    assert path.name in names(run)
+        write(checkpoints, iteration)
     assert names(run) == steps(5, 50, 60, 70)
 
 
@@ -184,55 +178,13 @@ def test_removed_folders_are_made_again_but_not_the_runs(checkpoints: Checkpoint
     assert not run.exists()
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_file_or_a_link_in_the_place_of_the_folder_is_refused(
-    checkpoints: CheckpointStore, run: Path, kind: str
-) -> None:
-    elsewhere = run.parent / "elsewhere"
-    elsewhere.mkdir()
-    if kind == "file":
-        (run / "checkpoints").write_text("x")
-    else:
-        (run / "checkpoints").symlink_to(elsewhere)
+def test_a_link_in_the_place_of_the_folder_is_refused(checkpoints: CheckpointStore, run: Path, tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").symlink_to(elsewhere)
     with pytest.raises(FileExistsError, match="The checkpoint of step 1 could not be written to "):
         write(checkpoints, 1)
     assert os.listdir(elsewhere) == []
     assert checkpoints.newest() is None
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """Files of at most 100,000 bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_leaves_the_old_ones_and_nothing_else(
-    checkpoints: CheckpointStore, run: Path, small_files: None
-) -> None:
-    write(checkpoints, 1)
-    for large in ({"w": torch.ones(100_000)}, {"w": "x" * 200_000}):
-        with pytest.raises(
-            OSError, match=r"could not be written to .*\. Make room there.*Earlier lines and checkpoints are intact\."
-        ) as caught:
-            checkpoints.write(to_tree(large), iteration=2, facts={})
-        assert caught.value.errno == errno.EFBIG
-    assert names(run) == steps(1)
-    newest = checkpoints.newest()
-    assert newest is not None
-    assert newest.iteration == 1
-    write(checkpoints, 3)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_to_raises(checkpoints: CheckpointStore, run: Path) -> None:
-    write(checkpoints, 1)
-    (run / "checkpoints").chmod(0o500)
-    with pytest.raises(PermissionError, match="make it writable"):
-        write(checkpoints, 2)
-    (run / "checkpoints").chmod(0o700)
 
 
 def test_old_ones_that_cannot_be_removed_are_a_warning(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +201,20 @@ def test_old_ones_that_cannot_be_removed_are_a_warning(run: Path, monkeypatch: p
     assert (len(said), names(run)) == (1, steps(3))
 
 
-@pytest.mark.parametrize("facts", [{"a": math.nan}, {"a": torch.ones(1)}, {"a": {1, 2}}])
-def test_facts_that_are_no_json_are_refused(checkpoints: CheckpointStore, run: Path, facts: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match="The facts of a checkpoint must be JSON: "):
+@pytest.mark.parametrize(
+    ("facts", "error", "said"),
+    [
+        ({"a": math.nan}, TypeError, "The facts of a checkpoint must be JSON: "),
+        ({"a": torch.ones(1)}, TypeError, "The facts of a checkpoint must be JSON: "),
+        ({"a": "x" * (16 << 20)}, ValueError, r"The facts of a checkpoint can have \d+ bytes\. Got"),
+    ],
+    ids=["NaN", "a tensor", "16 MiB"],
+)
+def test_facts_that_are_no_json_or_too_many_are_refused(
+    checkpoints: CheckpointStore, run: Path, facts: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
         checkpoints.write(state(1.0), iteration=1, facts=facts)
-    with pytest.raises(ValueError, match=r"The facts of a checkpoint can have \d+ bytes\. Got"):
-        checkpoints.write(state(1.0), iteration=1, facts={"a": "x" * (16 << 20)})
     assert names(run) == []
 
 
@@ -284,13 +244,6 @@ def test_the_list_says_which_is_next_and_which_is_best(checkpoints: CheckpointSt
     assert lines[2].endswith("valid, a resumed run starts from here")
 
 
-def test_a_path_that_is_no_run_is_refused_by_the_list(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no run.json with an id. Pass the folder of Loop\(run_dir=...\)"):
-        list_checkpoints(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a folder\. Pass"):
-        list_checkpoints(tmp_path / "none")
-
-
 @pytest.mark.parametrize("below", ["", "trials"])
 def test_a_folder_of_runs_is_named_with_some_of_them(below: str, tmp_path: Path) -> None:
     for name in "dbcae":
@@ -303,13 +256,7 @@ def test_a_folder_of_runs_is_named_with_some_of_them(below: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save_loses_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", kill_while_saving.__name__, "--times", "10", "--mib", "1", "--without-control"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-m", kill_while_saving.__name__, "--times", "10", "--mib", "1", "--without-control"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| checkpoints | 10 | 0 | 0 |" in done.stdout

@@ -15,7 +15,7 @@ from tests.support.harness import OnRanks
 
 
 @pytest.mark.covers("D10", "J18")
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (4, 1)])
 @pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_gpus_with_the_same_bits(
     on_fake_gpus: OnRanks, tmp_path: Path, before: int, after: int
@@ -31,13 +31,10 @@ def train_in_small_blocks(folder: str, steps: int) -> tuple[int, str]:
 
 
 @pytest.mark.covers("J18")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_copied_in_many_pieces_has_the_state_of_its_step(
-    on_fake_gpus: OnRanks, tmp_path: Path, ranks: int
-) -> None:
+def test_a_checkpoint_copied_in_many_pieces_has_the_state_of_its_step(on_fake_gpus: OnRanks, tmp_path: Path) -> None:
     whole = on_fake_gpus(1, train, str(tmp_path / "whole"), 8)[0]
-    on_fake_gpus(ranks, train_in_small_blocks, str(tmp_path / "parts"), 4)
-    assert on_fake_gpus(ranks, train, str(tmp_path / "parts"), 8) == [whole] * ranks
+    on_fake_gpus(2, train_in_small_blocks, str(tmp_path / "parts"), 4)
+    assert on_fake_gpus(2, train, str(tmp_path / "parts"), 8) == [whole] * 2
 
 
 @pytest.mark.covers("J18")

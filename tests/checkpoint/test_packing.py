@@ -10,13 +10,13 @@ import struct
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 from ddp_loop.checkpoint.serialization import (
     DTYPES,
@@ -39,10 +39,6 @@ def again(state: object) -> Any:
     )
 
 
-def bits(value: float) -> bytes:
-    return struct.pack("d", value)
-
-
 def assert_same(one: Any, other: Any) -> None:
     """The same types, values, bits and order, all the way down."""
     assert type(one) is type(other)
@@ -57,7 +53,7 @@ def assert_same(one: Any, other: Any) -> None:
         for left, right in zip(one, other, strict=True):
             assert_same(left, right)
     elif isinstance(one, float):
-        assert bits(one) == bits(other)
+        assert struct.pack("d", one) == struct.pack("d", other)
     else:
         assert one == other
 
@@ -88,16 +84,12 @@ def test_a_value_comes_back_as_it_was(value: object) -> None:
     assert_same(again({"a": [value]}), {"a": [value]})
 
 
-def test_a_defaultdict_comes_back_as_a_dict() -> None:
-    assert_same(again(defaultdict(list, {3: [1]})), {3: [1]})
-
-
-@pytest.mark.parametrize("name", [name for name, one in DTYPES.items() if not name.startswith(("q", "uint8x"))])
+@pytest.mark.parametrize("name", [name for name in DTYPES if not name.startswith(("q", "uint8x"))])
 def test_a_tensor_of_each_dtype_comes_back_with_its_bits(name: str) -> None:
     dtype = DTYPES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch calls half complex numbers an experiment
-        raw = torch.arange(2 if dtype == torch.bool else 96, dtype=torch.uint8)
+        raw = torch.arange(2 if dtype == torch.bool else 256).to(torch.uint8)  # NaN with a payload, too
         tensor = raw.view(dtype)
         back = again({"x": tensor})["x"]
         assert back.dtype == dtype
@@ -105,30 +97,20 @@ def test_a_tensor_of_each_dtype_comes_back_with_its_bits(name: str) -> None:
         assert all(one.dtype in NATIVE for one in to_tree(tensor).tensors.values())
 
 
-def test_payloads_of_nan_and_signs_of_zero_stay() -> None:
-    raw = torch.tensor([0x7FC0BEEF, 0xFF800001, 0x80000000, 0x00000001], dtype=torch.int64).to(torch.uint32)
-    tensor = raw.view(torch.float32)
-    assert torch.equal(again(tensor).view(torch.uint32).to(torch.int64), raw.to(torch.int64))
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(4, 1).to(memory_format=torch.contiguous_format).as_strided((4, 1), (1, 7)),
+        torch.randn(4, 1).as_strided((4, 1), (1, 7)),
         *(torch.randn(3, 4).t(), torch.randn(()), torch.empty(0, 3), torch.empty(3, 0).t()),
         torch.randn(2, 3, 4).permute(2, 0, 1),
         *(torch.randn(3, 4, dtype=torch.complex128).t(), torch.arange(6).to(torch.uint16).view(2, 3).t()),
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
 )  # fmt: skip
-def test_a_dense_tensor_keeps_its_strides(tensor: torch.Tensor) -> None:
+def test_a_dense_tensor_keeps_its_strides_and_is_not_copied(tensor: torch.Tensor) -> None:
     assert_same(again([tensor]), [tensor])
-
-
-def test_a_dense_tensor_is_packed_without_a_copy() -> None:
-    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     (stored,) = to_tree(tensor).tensors.values()
     assert stored.data_ptr() == tensor.data_ptr()
     assert stored.is_contiguous()
@@ -136,18 +118,18 @@ def test_a_dense_tensor_is_packed_without_a_copy() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.arange(12.0)[::2], torch.arange(12.0).view(3, 4)[:, 1:3], torch.ones(1, 3).expand(5, 3)],
+    [
+        torch.arange(12.0)[::2],
+        torch.arange(12.0).view(3, 4)[:, 1:3],
+        torch.ones(1, 3).expand(5, 3),
+        torch.randn(3, dtype=torch.complex64).conj(),
+    ],
 )
-def test_a_slice_is_packed_as_its_values_alone(tensor: torch.Tensor) -> None:
-    back = again(tensor)
+def test_a_slice_or_a_conjugate_is_packed_as_its_values_alone(tensor: torch.Tensor) -> None:
+    back = again({"a": tensor.conj(), "b": tensor})["b"]
     assert torch.equal(back, tensor)
     assert back.is_contiguous()
-    assert back.untyped_storage().nbytes() == tensor.numel() * 4
-
-
-def test_a_conjugate_is_packed_as_its_values() -> None:
-    tensor = torch.randn(3, dtype=torch.complex64)
-    assert torch.equal(again({"a": tensor, "b": tensor.conj()})["b"], tensor.conj())
+    assert back.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def test_tied_tensors_are_stored_once_and_tied_again() -> None:
@@ -175,90 +157,38 @@ def test_tensors_whose_paths_look_alike_are_kept_apart() -> None:
 @pytest.mark.parametrize("letter", ["b1", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", ">f4", ">i8", "g"])
 def test_arrays_and_their_scalars_come_back(letter: str) -> None:
     array = (np.arange(12) - 3).astype(letter).reshape(3, 4)
+    array.flags.writeable = False
     for one in (array, np.asfortranarray(array), array[::2, 1:], array[0, 0:0], array[1, 2:3].reshape(())):
         back = again({"x": one})["x"]
-        assert back.dtype == one.dtype
-        assert back.shape == one.shape
+        assert (back.dtype, back.shape) == (one.dtype, one.shape)
         assert np.array_equal(back, one)
         assert back.flags.f_contiguous == one.flags.f_contiguous or one.base is array
     assert type(again(array[1, 1])) is type(array[1, 1])
     assert again(array[1, 1]) == array[1, 1]
 
 
-def test_an_array_that_cannot_be_written_to_is_packed() -> None:
-    array = np.arange(3.0)
-    array.flags.writeable = False
-    assert np.array_equal(again(array), array)
-
-
-def test_states_of_random_generators_come_back() -> None:
-    source = np.random.default_rng(3)
-    for state in (random.getstate(), source.bit_generator.state, torch.get_rng_state()):
+def test_states_of_torch_and_of_random_generators_come_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(torch.bfloat16)
+    assert model.state_dict()._metadata["1"]["version"] == 2  # type: ignore[attr-defined]
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    model(torch.ones(3, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    parts: list[Any] = [
+        *(model, optimizer, torch.optim.swa_utils.AveragedModel(model), torch.amp.GradScaler("cpu", init_scale=8.0)),
+        schedules.MultiStepLR(optimizer, [1, 2, 2]),
+        schedules.OneCycleLR(optimizer, 0.1, total_steps=9),
+        schedules.SequentialLR(
+            optimizer, [schedules.ConstantLR(optimizer), schedules.ExponentialLR(optimizer, 0.9)], [2]
+        ),
+        schedules.ReduceLROnPlateau(optimizer),
+    ]
+    numbers = np.random.default_rng(3).bit_generator.state
+    for state in (*(one.state_dict() for one in parts), numbers, random.getstate(), torch.get_rng_state()):
+        assert len(state) > 0
         assert_same(again(state), state)
     legacy = np.random.RandomState(3).get_state()
     assert all(np.array_equal(one, other) for one, other in zip(again(legacy), legacy, strict=True))
-
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "MultiStepLR": lambda one: torch.optim.lr_scheduler.MultiStepLR(one, [1, 2, 2]),
-    "OneCycleLR": lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9),
-    "SequentialLR": lambda one: torch.optim.lr_scheduler.SequentialLR(
-        one, [torch.optim.lr_scheduler.ConstantLR(one), torch.optim.lr_scheduler.ExponentialLR(one, 0.9)], [2]
-    ),
-    "ReduceLROnPlateau": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=1),
-}
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True),
-}
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_resumes_with_the_same_bits(optimizer: str, scheduler: str) -> None:
-    def parts(seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        own = OPTIMIZERS[optimizer](model.parameters())
-        average = torch.optim.swa_utils.AveragedModel(model)
-        return {"model": model, "optimizer": own, "average": average, "scheduler": SCHEDULERS[scheduler](own)}
-
-    def train(model: Any, optimizer: Any, average: Any, scheduler: Any) -> None:
-        for _ in range(3):
-            loss = model(torch.randn(5, 1, 4, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            average.update_parameters(model)
-            scheduler.step(*[loss.item()] * (type(scheduler).__name__ == "ReduceLROnPlateau"))
-
-    def states(parts: dict[str, Any]) -> dict[str, Any]:
-        return {name: one.state_dict() for name, one in parts.items()} | {"random": torch.get_rng_state()}
-
-    parts_of_one = parts(1)
-    train(**parts_of_one)
-    kept = StagingBuffers().copy(to_tree(states(parts_of_one)))
-    train(**parts_of_one)
-    parts_of_other = parts(2)
-    back = from_tree(kept)
-    for name, one in parts_of_other.items():
-        one.load_state_dict(back[name])
-    torch.set_rng_state(back["random"])
-    train(**parts_of_other)
-    assert_same(states(parts_of_one), states(parts_of_other))
-
-
-def test_a_state_dict_keeps_the_versions_of_its_modules() -> None:
-    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
-    assert state._metadata["0"]["version"] == 2  # type: ignore[attr-defined]
-    assert_same(again(state), state)
-
-
-def test_a_gradient_scalers_state_comes_back() -> None:
-    state = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
-    assert state
-    assert_same(again(state), state)
+    assert_same(again(defaultdict(list, {3: [1]})), {3: [1]})
 
 
 class Own:

@@ -15,6 +15,7 @@ from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
 from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
+from tests.support.trained_runs import flip_tensors
 
 # torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
 pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.on_gpus_too]
@@ -45,16 +46,14 @@ def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tm
 @pytest.mark.quick_on_gpus
 def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(on_ranks: OnRanks, tmp_path: Path) -> None:
     (whole,) = on_ranks(1, train, "")
-    parts = [on_ranks(1, train, str(tmp_path), at)[0].made for at in (6, 8)]
-    (last,) = on_ranks(1, train, str(tmp_path))
-    assert [*parts, last.made] == [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10]]
-    assert different(whole, last) == []
+    parts = [on_ranks(1, train, str(tmp_path), at)[0] for at in (6, 8, None)]
+    assert [one.made for one in parts] == [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10]]
+    assert different(whole, parts[-1]) == []
     assert rows_of(tmp_path) == whole.made
 
 
 @pytest.mark.covers("E5", "H7")
-@pytest.mark.parametrize("at", [3, STEPS])
-@pytest.mark.parametrize("build", ["usual", "bfloat16"])
+@pytest.mark.parametrize(("at", "build"), [(3, "usual"), (STEPS, "bfloat16")])
 @pytest.mark.slow
 @pytest.mark.both_exchanges
 def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -83,23 +82,10 @@ def test_a_run_goes_on_over_another_exchange_on_another_number_of_ranks(
             assert different(whole, ended) == []
 
 
-def without_fixed_shards(folder: str, at: int | None) -> Ended:
-    with dl.join_world(seed=3) as world:
-        return train_in(world, folder, at, "usual", shards=None)
-
-
-@pytest.mark.covers("E5")
-def test_on_the_same_number_of_ranks_the_shards_need_not_be_fixed(on_ranks: OnRanks, tmp_path: Path) -> None:
-    whole = on_ranks(2, without_fixed_shards, "", None)
-    on_ranks(2, without_fixed_shards, str(tmp_path), 7)
-    for one, other in zip(whole, on_ranks(2, without_fixed_shards, str(tmp_path), None), strict=True):
-        assert different(one, other) == []
-
-
-def said_on_rank_0(folder: str, shards: int | None, at: int | None = None) -> str:
+def train_and_listen(folder: str, shards: int | None, at: int | None = None) -> tuple[Ended, str]:
+    """How the run ended, and what it printed."""
     with redirect_stdout(StringIO()) as said, dl.join_world(seed=3) as world:
-        train_in(world, folder, at, "usual", shards=shards)
-    return said.getvalue()
+        return train_in(world, folder, at, "usual", shards=shards), said.getvalue()
 
 
 @pytest.mark.covers("E5")
@@ -107,36 +93,22 @@ def said_on_rank_0(folder: str, shards: int | None, at: int | None = None) -> st
 def test_a_run_that_resumes_on_other_ranks_with_their_own_shards_says_that_the_bits_differ(
     shards: int | None, told: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    assert "resumes on" not in on_ranks(2, said_on_rank_0, str(tmp_path), shards, 3)[0]
-    assert "resumes on" not in on_ranks(2, said_on_rank_0, str(tmp_path), shards, 5)[0]
-    said = on_ranks(1, said_on_rank_0, str(tmp_path), shards)[0]
+    run = tmp_path / "run"
+    copy = tmp_path / "copy"
+    for at in (3, 5):
+        assert "resumes on" not in on_ranks(2, train_and_listen, str(run), shards, at)[0][1]
+    shutil.copytree(run, copy)
+    said = on_ranks(1, train_and_listen, str(run), shards, 7)[0][1]
     assert said.count("ran on 2 ranks and resumes on 1. Without shards= each rank computes one shard") == told
     assert said.count("and the bits differ. Begin runs with Batches(shards=2) for the same bits") == told
-
-
-@pytest.mark.covers("E5")
-def test_a_run_of_one_rank_that_resumes_on_two_is_advised_as_many_shards_as_ranks(
-    on_ranks: OnRanks, tmp_path: Path
-) -> None:
-    on_ranks(1, said_on_rank_0, str(tmp_path), None, 3)
-    said = on_ranks(2, said_on_rank_0, str(tmp_path), None, 5)[0]
-    assert "ran on 1 rank and resumes on 2." in said
-    assert "Begin runs with Batches(shards=2)" in said
+    said = on_ranks(2, train_and_listen, str(run), shards)[0][1]
+    assert said.count("ran on 1 rank and resumes on 2.") == said.count("Begin runs with Batches(shards=2)") == told
+    whole = on_ranks(2, train_and_listen, "", shards)
+    for (one, _), (other, _) in zip(whole, on_ranks(2, train_and_listen, str(copy), shards), strict=True):
+        assert different(one, other) == []  # on as many ranks as it began
 
 
 # -- which one is gone on from ---------------------------------------------------------------------------------
-
-
-def test_a_finished_run_makes_no_step_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = train(str(tmp_path))
-    again = train(str(tmp_path))
-    assert again.made == []
-    assert different(whole, again) == []
-    assert status_of(tmp_path)["status"] == "done"
-    said = (
-        f"ddp_loop: {tmp_path} is finished: it has made the 10 steps of epochs=2. Raise epochs= to train further, or "
-    )
-    assert said in capsys.readouterr().out
 
 
 def test_a_run_begun_anew_keeps_the_old_one(tmp_path: Path) -> None:
@@ -157,17 +129,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
 ) -> None:
     whole = train("")
     train(str(tmp_path), 8, save_every=3)
-    damaged = tmp_path / "checkpoints" / "step-00000008" / "tensors.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[-5] ^= 1
-    damaged.write_bytes(data)
-    before = checkpoints_of(tmp_path)[-2]
+    *_, before, newest = checkpoints_of(tmp_path)
+    flip_tensors(damaged := tmp_path / "checkpoints" / f"step-{newest:08d}")
     ended = train(str(tmp_path), save_every=3)
     assert ended.made == whole.made[before:]
     assert different(whole, ended) == []
     assert rows_of(tmp_path) == whole.made
     said = capsys.readouterr().out
-    assert str(damaged) in said
+    assert f"{damaged}/tensors.safetensors" in said
     assert "The one before it is used" in said
 
 
@@ -177,12 +146,6 @@ def test_rows_after_the_checkpoint_and_half_lines_are_taken_out(tmp_path: Path) 
         file.write('{"epoch": 1, "iteration": 5, "samples": 24, "loss": 1.0, "elapsed_s": 1.0}\n{"epoch": 2, "it')
     assert train(str(tmp_path)).made == [5, 6, 7, 8, 9, 10]
     assert rows_of(tmp_path) == list(range(1, 11))
-
-
-def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
-    scores = {1: 5.0, 2: 4.0, 3: 0.5, 4: 3.0, 5: float("nan"), 6: 2.0, 7: 0.5, 8: 9.0, 9: 8.0, 10: 7.0}
-    train(str(tmp_path), keep_last=2, score=scores)
-    assert checkpoints_of(tmp_path) == [3, 9, 10]
 
 
 @pytest.mark.slow

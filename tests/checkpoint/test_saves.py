@@ -20,7 +20,7 @@ from ddp_loop.checkpoint import staging
 from ddp_loop.checkpoint.checkpointer import Checkpointer
 from tests.support.harness import FAULT_S, OnRanks, caught, until
 from tests.support.memory import living_tensors, only_new_objects
-from tests.support.refusals import loss_of, network
+from tests.support.refusals import Refused, loop_over, loss_of, network, on_this_rank
 from tests.support.runs import checkpoints_of
 
 WIDTH = 1009  # a size that no other tensor has
@@ -71,57 +71,44 @@ def test_a_small_state_keeps_its_memory_until_the_end(on_ranks: OnRanks, tmp_pat
     assert [one - counted[0] for one in counted] == [0, 1, 1, 1, 1, 1, 1, 1, -1]
 
 
-def save_each_step(folder: Path) -> None:
-    with dl.join_world() as world:
-        model = network()
-        batches = dl.Batches(torch.randn(12, 4, dtype=torch.float64), 2, world)
-        loop = dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False, save_every=1)
-        for step in loop:
+def save_each_step(world: dl.World, folder: str) -> None:
+    make_steps(loop_over(world, folder, model := network(), save_every=1), model)
+
+
+def make_steps(loop: dl.Loop, model: nn.Module, then: Callable[[dl.Step], object] = lambda step: None) -> None:
+    """Make all steps, with a call after each."""
+    for epoch in loop.epochs():
+        for step in epoch:
             for rows in step:
                 step.backward(loss_of(model, rows))
             step.fold()
+            then(step)
 
 
 def test_the_three_newest_checkpoints_stay_by_default(on_ranks: OnRanks, tmp_path: Path) -> None:
-    on_ranks(1, save_each_step, tmp_path / "run")
-    assert checkpoints_of(tmp_path / "run") == [4, 5, 6]
+    on_ranks(1, on_this_rank, save_each_step, str(tmp_path), ())
+    assert checkpoints_of(tmp_path) == [2, 3, 4]
 
 
 # -- messages ------------------------------------------------------------------------------------------------
 
 
-def save_wrongly(folder: str, fault: str) -> None:
-    with dl.join_world() as world:
-        model = network()
-        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
-        state: dict[str, Any] = {"model": model, "notes": {}}
-        loop = dl.Loop(batches, 2, state=state, run_dir=folder, progress=False, check_replicas_every=0)
-        for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            if step.iteration == 3 and world.rank == 1 and fault == "differs":
-                state["notes"]["more"] = torch.ones(3)
-            step.fold()
-            if step.iteration == 3 and world.rank == 1 and fault == "has other values":
-                with torch.no_grad():
-                    next(model.parameters()).add_(1.0)
+def save_wrongly(world: dl.World, folder: str, fault: str) -> None:
+    model = network()
+    notes = dict[str, Any]()
 
+    def spoil(step: dl.Step) -> None:
+        if step.iteration == 2 and world.rank == 1 and fault == "differs":
+            notes["more"] = torch.ones(3)
+        if step.iteration == 3 and world.rank == 1 and fault == "has other values":
+            with torch.no_grad():
+                next(model.parameters()).add_(1.0)
+        if step.iteration == 3 and world.rank == 0 and fault == "cannot be stored":
+            notes["file"] = range(3)
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("differs", "At the checkpoint of step 4, the state of rank 1 and that of rank 0 have different tensors"),
-        (
-            "has other values",
-            "At the checkpoint of step 4, rank 0 and rank 1 of 2 differ from each other in job.model.",
-        ),
-    ],
-)
-def test_replicas_that_differ_at_a_checkpoint_are_named_with_its_step(
-    fault: str, said: str, on_ranks: OnRanks, tmp_path: Path
-) -> None:
-    for _, text, _ in on_ranks(2, caught, save_wrongly, str(tmp_path), fault):
-        assert said in text
+    every = 100 if fault == "cannot be stored" else None  # the state of an epoch's end is then held in memory
+    loop = loop_over(world, folder, model, notes, epochs=2, save_every=every, check_replicas_every=0)
+    make_steps(loop, model, spoil)
 
 
 def fail_after_a_fold(folder: str) -> None:
@@ -150,22 +137,20 @@ def test_a_checkpoint_that_a_failure_prevents_asks_nobody_to_call_save(on_ranks:
     assert "loop.save()" not in printed
 
 
-def score_wrongly(folder: str, scores: tuple[float | None, float | None], inside: bool) -> None:
+def score_wrongly(world: dl.World, folder: str, scores: tuple[float | None, float | None], inside: bool) -> None:
     """After the second epoch, or in step 6, two ranks give these scores; one without does not call `save`."""
-    with dl.join_world() as world:
-        model = network()
-        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
-        loop = dl.Loop(batches, 3, state={"model": model}, run_dir=folder, progress=False)
-        score = scores[world.rank]
-        for epoch in loop.epochs():
-            for step in epoch:
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                if inside and step.iteration == 6 and score is not None:
-                    loop.save(score)
-                step.fold()
-            if not inside and epoch.number == 2 and score is not None:
+    model = network()
+    score = scores[world.rank]
+    loop = loop_over(world, folder, model, epochs=3)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            if inside and step.iteration == 6 and score is not None:
                 loop.save(score)
+            step.fold()
+        if not inside and epoch.number == 2 and score is not None:
+            loop.save(score)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -174,38 +159,32 @@ def score_wrongly(folder: str, scores: tuple[float | None, float | None], inside
     [
         ((2.0, 3.0), r"score of loop\.save must be the same on every rank\. Rank 0 has 2\.0, rank 1 has 3\.0"),
         ((None, 3.0), r"rank 1 is at a gather of score of loop\.save|did not take part"),
-        ((2.0, None), r"rank 0 is at a gather of score of loop\.save|did not take part"),
         ((float("nan"), float("nan")), "^$"),
     ],
 )
 def test_a_score_must_be_given_on_every_rank_alike(
     scores: tuple[float | None, float | None], said: str, inside: bool, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    for _, text, _ in on_ranks(2, caught, score_wrongly, str(tmp_path), scores, inside):
-        assert re.search(said, text)
+    for one in on_ranks(2, on_this_rank, score_wrongly, str(tmp_path), (scores, inside)):
+        assert re.search(said, one.text)
 
 
-def save_what_cannot_be_stored(folder: str, held: bool) -> None:
-    with dl.join_world() as world:
-        model, log = network(), dict[str, object]()
-        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
-        state = {"m": model, "log": log}
-        loop = dl.Loop(batches, 2, state=state, run_dir=folder, progress=False, save_every=100 if held else 4)
-        for epoch in loop.epochs():
-            for step in epoch:
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
-                if step.iteration == 3 and world.rank == 0:
-                    log["file"] = range(3)
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_a_value_that_cannot_be_stored_is_named_with_the_step(held: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
-    first, second = on_ranks(2, caught, save_what_cannot_be_stored, str(tmp_path), held)
-    assert (first[0], second[0]) == ("TypeError", "PeerFailed")
-    for _, text, _ in (first, second):
-        assert "The checkpoint of step 4 could not be made. state.job.log.file is a range" in text
+@pytest.mark.parametrize(
+    ("fault", "kind", "said"),
+    [
+        ("differs", "ReplicaMismatch", "step 4, the state of rank 1 and that of rank 0 have different tensors"),
+        (
+            "has other values",
+            "ReplicaMismatch",
+            r"step 4, rank 0 and rank 1 of 2 differ from each other in job\.model\.",
+        ),
+        ("cannot be stored", "TypeError", r"step 4 could not be made\. state\.job\.other 0\.file is a range"),
+    ],
+)
+def test_what_is_wrong_at_a_checkpoint_is_named_with_its_step(
+    fault: str, kind: str, said: str, refused: Refused
+) -> None:
+    refused(2, save_wrongly, fault, kind=kind, said=rf"[Tt]he checkpoint of {said}")
 
 
 # -- a world that is left ------------------------------------------------------------------------------------
@@ -224,19 +203,15 @@ def leave_in_a_save(folder: str, comes: bool) -> None:
             threads.append(threading.Thread(target=begin))
             threads[0].start()
 
+    def fail(step: dl.Step) -> None:
+        if step.iteration == 3 and world.rank == 0:
+            raise ZeroDivisionError
+
     try:
         with dl.join_world() as world:
             if world.rank == 1:
                 Checkpointer._begin = later  # type: ignore[method-assign, assignment]
-            model = network()
-            batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
-            loop = dl.Loop(batches, 2, state={"m": model}, run_dir=folder, progress=False, save_every=2)
-            for step in loop:
-                if step.iteration == 3 and world.rank == 0:
-                    raise ZeroDivisionError
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
+            make_steps(loop_over(world, folder, model := network(), save_every=2), model, fail)
     finally:
         Checkpointer._begin = usual  # type: ignore[method-assign]
         for one in threads:

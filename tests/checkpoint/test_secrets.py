@@ -6,19 +6,30 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_on
 from ddp_loop.monitor.continuing import command_of
 from ddp_loop.sweeps.folders import begun_folder
 from ddp_loop.sweeps.jobs import ScriptJob
+from tests.support.refusals import loop_over, loss_of, network
 
 pytestmark = pytest.mark.covers("D1")
 SECRET = "xq7-not-to-be-seen"
+
+
+@contextmanager
+def usual_mask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize(
@@ -59,17 +70,14 @@ def test_what_looks_like_a_secret_is_hidden_in_hyper_parameters() -> None:
     assert flatten_config(harmless) == harmless
 
 
-def train(folder: Path, stop: bool) -> None:
+def train(folder: Path) -> None:
     with dl.join_world(device="cpu") as world:
-        model = torch.nn.Linear(1, 1)
-        batches = dl.Batches(torch.ones(4, 1), 2, world)
-        config = {"api_key": SECRET, "rate": 1}
-        for step in dl.Loop(batches, 2, state={"model": model}, run_dir=folder, config=config, progress=False):
+        model = network()
+        for step in loop_over(world, str(folder), model, config={"api_key": SECRET, "rate": 1}):
             for rows in step:
-                step.backward(model(rows).mean())
+                step.backward(loss_of(model, rows))
             step.fold()
-            if stop:
-                break
+            break
 
 
 @pytest.mark.filterwarnings("ignore:Two steps were folded")
@@ -77,15 +85,11 @@ def test_no_file_of_a_run_keeps_a_secret_and_those_with_arguments_are_the_user_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    before = os.umask(0)
-    try:
+    with usual_mask(0):
         for secret in (SECRET, f"{SECRET}-2"):
-            monkeypatch.setattr(
-                sys, "argv", ["train.py", "--api-key", secret, f"--password={secret}", f"TOKEN={secret}"]
-            )
-            train(run, stop=True)
-    finally:
-        os.umask(before)
+            words = ["train.py", "--api-key", secret, f"--password={secret}", f"TOKEN={secret}"]
+            monkeypatch.setattr(sys, "argv", words)
+            train(run)
     files = [path for path in run.rglob("*") if path.is_file()]
     assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
     for name in ("run.json", "starts.jsonl", "status.json"):
@@ -106,11 +110,7 @@ def test_the_secret_of_an_older_version_is_not_shown() -> None:
 
 @pytest.mark.parametrize(("words", "mode"), [(["--api-key", SECRET], 0o700), (["--epochs", "3"], 0o755)])
 def test_the_folder_of_a_sweep_with_a_secret_is_the_user_s_alone(tmp_path: Path, words: list[str], mode: int) -> None:
-    before = os.umask(0o022)
-    try:
-        job = ScriptJob(Path("train.py"), tuple(words)).facts
-        with begun_folder(tmp_path / "sweep", {"job": job, "objective": None}):
-            pass
-    finally:
-        os.umask(before)
+    job = ScriptJob(Path("train.py"), tuple(words)).facts
+    with usual_mask(0o022), begun_folder(tmp_path / "sweep", {"job": job, "objective": None}):
+        pass
     assert stat.S_IMODE((tmp_path / "sweep").stat().st_mode) == mode

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_neither_a_process_group_nor_the_script_is_needed(run: Path, kept: list[
     )
     lonely = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=False,
         cwd=run.parent, env={**lonely, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (f"{kept[1]['last.bias'].tolist()} cpu\n", "")
@@ -79,11 +78,6 @@ def test_names_that_torch_compile_made_longer_are_the_models(tmp_path: Path) -> 
     assert same(model.state_dict(), kept[0])
 
 
-def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    kept, _ = train_run(tmp_path, scores=(float("nan"), 5.0, float("-inf"), 5.0))
-    assert same(dl.load(tmp_path, best=True), kept[1])  # of equals the oldest
-
-
 def test_a_copied_run_folder_is_enough(run: Path, kept: list[State], tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     shutil.copy(run / "run.json", tmp_path / "copy")
@@ -95,23 +89,13 @@ def test_a_copied_run_folder_is_enough(run: Path, kept: list[State], tmp_path: P
 # -- damage ------------------------------------------------------------------------------------------------
 
 
-def cut_manifest(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("damage", "best", "damaged", "said"),
-    [
-        (flip_tensors, False, 3, "/tensors.safetensors does not have the SHA-256 in the manifest"),
-        (flip_tensors, True, 1, "/tensors.safetensors does not have"),
-        (cut_manifest, True, 1, "/manifest.json does not have"),
-    ],
-)
+@pytest.mark.parametrize(("file", "best", "damaged"), [("tensors.safetensors", False, 3), ("manifest.json", True, 1)])
 def test_a_damaged_checkpoint_is_warned_of_and_the_next_one_used(
-    damage: Callable[[Path], None], best: bool, damaged: int, said: str, run: Path, kept: list[State]
+    file: str, best: bool, damaged: int, run: Path, kept: list[State]
 ) -> None:
-    damage(run / "checkpoints" / NAMES[damaged])
-    with pytest.warns(RuntimeWarning, match=f"{NAMES[damaged]}{said}.* {NAMES[2]} is used instead") as warned:
+    (run / "checkpoints" / NAMES[damaged] / file).write_text("{")
+    said = f"{NAMES[damaged]}/{file} (has|does not have).* {NAMES[2]} is used instead"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
         assert same(dl.load(run, best=best), kept[2])
     assert [Path(one.filename).name for one in warned] == ["test_weights.py"]
 
@@ -181,11 +165,6 @@ def test_weights_can_be_loaded_while_the_run_writes_and_removes_checkpoints(tmp_
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
-def harm(run: Path, what: str) -> None:
-    for name in NAMES if what == "all" else [NAMES[1]]:
-        flip_tensors(run / "checkpoints" / name)
-
-
 @pytest.mark.parametrize(
     ("place", "keywords", "said"),
     [
@@ -202,23 +181,24 @@ def harm(run: Path, what: str) -> None:
         ("checkpoints", {}, r"Checkpoints are in a run folder\. .*/checkpoints has no run\.json.*Pass the folder of"),
         ("none", {}, r"Checkpoints are in a run folder\. .*/none is not a folder.*Pass the folder of"),
         ("run.json", {}, r"Checkpoints are in a run folder\. .*/run\.json is not a folder"),
-        ("one damaged", {"checkpoint": NAMES[1]}, rf"{NAMES[1]}/tensors\.safetensors does not have .* Name another"),
-        ("all damaged", {}, rf"No checkpoint of .* is whole: .*{NAMES[3]}/.* Restore a copy"),
-        ("no score", {"best": True}, r"No checkpoint of .* has a score, so none is the best\. Call loop\.save\(sc"),
-        ("no checkpoint", {}, r"has no checkpoint\. The run saves one after each epoch"),
-        ("no checkpoint", {"best": True}, r"has no checkpoint\. The run saves one after each epoch"),
     ],
 )
 def test_what_is_not_there_is_refused_with_what_is(place: str, keywords: dict[str, Any], said: str, run: Path) -> None:
-    source = run
-    if place.endswith("damaged"):
-        harm(run, place.split()[0])
-    elif place == "no score":
-        source = run / "other"
-        train_run(source, 1, scores=())
-    elif place == "no checkpoint":
-        shutil.rmtree(run / "checkpoints")
-    else:
-        source = run / place
     with pytest.raises(ValueError, match=said):
-        dl.load(source, **keywords)
+        dl.load(run / place, **keywords)
+
+
+def test_what_has_no_whole_checkpoint_or_no_score_is_refused(run: Path, tmp_path: Path) -> None:
+    train_run(tmp_path / "unscored", 1, scores=())
+    with pytest.raises(ValueError, match=r"No checkpoint of .* has a score, so none is the best\. Call loop\.save\(sc"):
+        dl.load(tmp_path / "unscored", best=True)
+    for name in NAMES:
+        flip_tensors(run / "checkpoints" / name)
+    with pytest.raises(ValueError, match=rf"{NAMES[1]}/tensors\.safetensors does not have .* Name another"):
+        dl.load(run, checkpoint=NAMES[1])
+    with pytest.raises(ValueError, match=rf"No checkpoint of .* is whole: .*{NAMES[3]}/.* Restore a copy"):
+        dl.load(run)
+    shutil.rmtree(run / "checkpoints")
+    for best in (False, True):
+        with pytest.raises(ValueError, match=r"has no checkpoint\. The run saves one after each epoch"):
+            dl.load(run, best=best)

@@ -32,23 +32,13 @@ def answer(url: str) -> Any:
 
 @pytest.mark.slow
 def test_the_dashboard_lists_the_trials_of_a_folder(tmp_path: Path) -> None:
-    check_dashboard(tmp_path / "digits", None)
-
-
-@pytest.mark.slow
-def test_the_dashboard_lists_the_trials_of_a_server(tmp_path: Path, postgres_url: str) -> None:
-    check_dashboard(tmp_path / "digits", postgres_url)
-
-
-def check_dashboard(folder: Path, storage: str | None) -> None:
-    """Begin a sweep, and find its trials on the dashboard of its storage."""
     pytest.importorskip("optuna", reason="needs the extra sweep")
     if PROGRAM is None:
         pytest.skip("needs optuna-dashboard, which is not installed")
-    plan = make_plan(FunctionJob(train), {"rate": [0.1, 0.05, 0.01]}, {})
-    with begun(plan, folder, storage):
+    folder = tmp_path / "digits"
+    with begun(make_plan(FunctionJob(train), {"rate": [0.1, 0.05, 0.01]}, {}), folder, None):
         pass
-    command = [PROGRAM, storage or f"sqlite:///{folder}/study.db"]
+    command = [PROGRAM, f"sqlite:///{folder}/study.db"]
     with (
         held_ports(1) as [port],
         subprocess.Popen([*command, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +20,12 @@ import ddp_loop as dl
 from ddp_loop.reporting import trial_folder
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import MOMENT_S, until
+from tests.support.paths import ROOT
 from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
 
-REPOSITORY = Path(__file__).parents[2]
 RATES, STEPS, EVERY = [0.1, 0.05, 0.02, 0.01, 0.005], 60, 7
+KEYWORDS = {"steps": STEPS, "save_every": EVERY}
 START_S = 120.0  # an interpreter that imports torch on a busy machine
-EARLY = ("sweep.json", "study.db", "trials/0000/trial.json", "workers")
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Started:
     mark: str
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "ddp_loop", "sweep", *words, "--slots", "2"]
         with (self.folder.parent / "output").open("ab") as output:
-            return subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=output, stderr=output)
+            return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output)
 
     @property
     def output(self) -> str:
@@ -49,6 +49,9 @@ class Started:
     def made(self) -> int:
         """The updates of all trials."""
         return sum(len(updates(path)) for path in (self.folder / "trials").glob("*"))
+
+    def has_made(self, count: int) -> bool:
+        return self.made == count
 
     @property
     def attempts(self) -> int:
@@ -69,34 +72,16 @@ def started(tmp_path: Path) -> Iterator[Started]:
         os.kill(process, signal.SIGKILL)
 
 
-@pytest.fixture
-def undisturbed(tmp_path: Path) -> list[list[str]]:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """The digests of the trials of the same sweep, undisturbed."""
-    results = dl.sweep(train, {"rate": RATES}, tmp_path / "undisturbed", slots=2, keywords=keywords(), progress=False)
-    return [final(one.folder) for one in results]
-
-
-def keywords() -> dict[str, Any]:
-    return {"steps": STEPS, "save_every": EVERY}
+    folder = tmp_path_factory.mktemp("undisturbed") / "s"
+    return [final(one.folder) for one in dl.sweep(train, {"rate": RATES}, folder, slots=2, keywords=KEYWORDS)]
 
 
 def described(folder: Path, **more: str) -> str:
-    facts = {"function": f"{REPOSITORY / 'tests' / 'support' / 'trials.py'}:train", "folder": str(folder)}
-    arguments = keywords() | more
-    return str(toml(folder.parent / "sweep.toml", **facts, keywords=arguments, heartbeat_s=1, space={"rate": RATES}))
-
-
-def moment(started: Started, number: int, chance: random.Random) -> Callable[[], bool]:
-    """When to kill: while the study is made, between a claim and a start, or after a random number of updates."""
-    if number < len(EARLY):
-        return lambda: (started.folder / EARLY[number]).exists()
-    ended, most = started.ended, started.made + chance.randrange(1, STEPS)
-    if number % 4 == 0:  # a claim: the next attempt of a worker begins
-        attempts = started.attempts
-        return lambda: started.attempts > attempts
-    if number % 4 == 1:  # the next end of a trial
-        return lambda: started.ended > ended
-    return lambda: started.made >= most
+    facts = {"function": f"{ROOT}/tests/support/trials.py:train", "folder": str(folder), "heartbeat_s": 1}
+    return str(toml(folder.parent / "sweep.toml", **facts, keywords=KEYWORDS | more, space={"rate": RATES}))
 
 
 def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: str) -> bool:
@@ -111,16 +96,14 @@ def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: s
 
 def check(folder: Path, undisturbed: list[list[str]]) -> None:
     """No trial ran twice or was lost, each has its bits, and no update in a checkpoint was made again."""
-    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", folder.name, beat_s=1, grace_s=3)
-    ended = [one for one in queue._attempts() if one.ending is not None]
-    queue.close()
-    assert sorted(one.trial for one in ended) == list(range(len(RATES)))
-    assert {one.ending.status for one in ended if one.ending is not None} == {"done"}
+    with closing(TrialQueue(f"sqlite:///{folder / 'study.db'}", folder.name, beat_s=1, grace_s=3)) as queue:
+        ended = [(one.trial, one.ending.status) for one in queue._attempts() if one.ending is not None]
+    assert sorted(ended) == [(number, "done") for number in range(len(RATES))]
     for number, expected in enumerate(undisturbed):
-        run = trial_folder(folder, number)
         facts = trial(folder, number)
-        assert (facts["status"], facts["attempts"][-1]["status"]) == ("done", "done")
-        assert [one["status"] for one in facts["attempts"][:-1]] == ["interrupted"] * (len(facts["attempts"]) - 1)
+        run = trial_folder(folder, number)
+        assert facts["status"] == "done"
+        assert [one["status"] for one in facts["attempts"]] == ["interrupted"] * (len(facts["attempts"]) - 1) + ["done"]
         assert final(run) == expected
         made = updates(run)
         assert set(made) == set(range(1, STEPS + 1))
@@ -137,40 +120,43 @@ def finish(started: Started, words: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("G5", "F3")
-@pytest.mark.parametrize(("first", "by_workers"), [(0, False), (4, False), (24, True)])
-def test_a_killed_sweep_resumes_where_it_was(
-    first: int, by_workers: bool, started: Started, undisturbed: list[list[str]]
-) -> None:
-    """It is killed four times; so are its workers, one after the other, each with the trials of the one before."""
-    chance = random.Random(first)
+@pytest.mark.parametrize("by_workers", [False, True])
+def test_a_killed_sweep_resumes_where_it_was(by_workers: bool, started: Started, undisturbed: list[list[str]]) -> None:
+    """It is killed three times; so are its workers, one after the other, each with the trials of the one before."""
     words = [described(started.folder)]
-    if by_workers:
-        assert kill_at(started.start(*words), lambda: started.made > 0, started.mark)
-    again = ["work", str(started.folder)] if by_workers else words
-    numbers = range(first, first + 4)
-    kills = [kill_at(started.start(*again), moment(started, number, chance), started.mark) for number in numbers]
-    assert kills[0]
-    assert all(kills) or first > 0  # by the later ones a busy machine may have done all trials
+    folder = started.folder
+    again = ["work", str(folder)] if by_workers else words
+    moments: list[Callable[[], bool]] = [
+        lambda: (folder / ("trials/0000/trial.json" if by_workers else "sweep.json")).exists(),
+        lambda: started.made >= made + STEPS // 2,
+        lambda: started.attempts > attempts if by_workers else started.ended > ended,  # a claim, or an end of a trial
+    ]
+    for number, moment in enumerate(moments):
+        made = started.made
+        attempts = started.attempts
+        ended = started.ended
+        is_killed = kill_at(started.start(*(again if number else words)), moment, started.mark)
+        assert is_killed or number > 0  # by the later ones a busy machine may have done all trials
     finish(started, words)
-    check(started.folder, undisturbed)
+    check(folder, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.covers("G5")
-@pytest.mark.parametrize("how", ["Ctrl-C", "the test"])
-def test_a_stopped_sweep_saves_checkpoints_and_resumes(
-    how: str, started: Started, undisturbed: list[list[str]]
-) -> None:
+def test_a_stopped_sweep_saves_checkpoints_and_resumes(started: Started, undisturbed: list[list[str]]) -> None:
+    """It is stopped by Ctrl-C while the first two trials stand still, and by a file while the next two do."""
     words = [described(started.folder, fault="stands still")]
-    process = started.start(*words)
-    until(lambda: started.made == 2 * 3, "two trials stand still", START_S)
-    if how == "Ctrl-C":
-        process.send_signal(signal.SIGINT)
-    else:
-        (started.folder / "stop").write_text(how)
-    assert process.wait(START_S) == 0, started.output
-    assert f"The sweep was stopped by {how}. Start it again to go on." in started.output
-    all_ended(started.mark)
+    stop = started.folder / "stop"
+    for how, made in (("Ctrl-C", 2 * 3), ("the test", 2 * STEPS + 2 * 3)):
+        process = started.start(*words)
+        until(partial(started.has_made, made), "two trials stand still", START_S)
+        if how == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            stop.write_text(how)
+        assert process.wait(START_S) == 0, started.output
+        assert f"The sweep was stopped by {how}. Start it again to go on." in started.output
+        all_ended(started.mark)
     (started.folder / "healed").touch()
     finish(started, words)
     check(started.folder, undisturbed)

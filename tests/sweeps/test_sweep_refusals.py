@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import closing
 from functools import partial
@@ -49,20 +50,18 @@ def files(folder: Path) -> dict[str, bytes]:
         ({"rate": [1]}, {"sampler": "CmaESSampler", "trials": 3}, "Got 'CmaESSampler'. Did you mean 'CmaEsSampler'?"),
         ({"rate": [1]}, {"sampler": "GridSampler", "trials": 3}, "GridSampler cannot be made by its name alone"),
         ({"rate": [1]}, {"pruner": "medium"}, "Did you mean 'median'?"),
-        ({"rate": [1]}, {"pruner": "MedianPrunner"}, "Did you mean 'MedianPruner'?"),
         ({"rate": [1]}, {"pruner": "PercentilePruner"}, "Optuna's PercentilePruner cannot be made by its name alone"),
         ({"rate": [1]}, {"direction": "up"}, "direction must be minimize or maximize. Got 'up'"),
         ({"rate": [1]}, {"time_limit_s": 0}, "time_limit_s must be positive, or None for no limit. Got 0"),
         ({"rate": [1]}, {"storage": "here"}, "A storage is given by SQLAlchemy's URL"),
-        ({"rate": [1]}, {"storage": "sqlite:////no/such/folder/x.db"}, "cannot be opened (.*unable to open"),
-        ({"rate": [1]}, {"storage": "postgresql+psycopg://u:secret@127.0.0.1:1/x"}, "u:\\*\\*\\*@.* cannot be opened"),
+        ({"rate": [1]}, {"storage": "sqlite:////no/such/folder/x.db"}, "unable to open database file). Check that its"),
+        ({"rate": [1]}, {"storage": "postgresql+psycopg://u:secret@127.0.0.1:1/x"}, "u:***@127.0.0.1:1/x cannot be"),
         ({"rate": [1]}, {"storage": "mysql+mysqlconnector://u@h/x"}, "needs a driver"),
         ({"rate": [1]}, {"keywords": {"rate": 2}}, "'rate' is in the space, and is given otherwise too"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(space: Any, keywords: dict[str, Any], said: str, tmp_path: Path) -> None:
-    pattern = said.replace("(", "\\(").replace("?", "\\?") if "\\" not in said and ".*" not in said else said
-    with pytest.raises(ValueError, match=pattern.replace("opened (", "opened \\(")) as error:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
         sweep(train, space, tmp_path / "sweep", **keywords)
     assert "secret" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
@@ -143,23 +142,20 @@ parser.parse_args()
 @pytest.mark.covers("F2")
 def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    usual: dict[str, Any] = {"script": "job.py", "folder": "s", "slots": 1, "space": {"rate": [1]}}
+    usual: dict[str, Any] = {"folder": "s", "slots": 1, "space": {"rate": [1]}}
+    script = usual | {"script": "job.py"}
     table: list[tuple[dict[str, Any], str]] = [
-        ({"smapler": "tpe"}, "unknown key 'smapler'. Did you mean 'sampler'?"),
-        ({"space": {"rat": [1]}}, "job.py has no option --rat. Did you mean '--rate'?"),
-        ({"script": "no.py"}, "does not exist"),
-        ({"function": "job.py:train"}, "either script"),
-        ({"arguments": "--steps 3"}, "sweep.toml has '--steps 3'"),
-        ({"arguments": "--steps 3"}, "arguments must be a list of texts"),
+        (script | {"smapler": "tpe"}, "unknown key 'smapler'. Did you mean 'sampler'?"),
+        (script | {"space": {"rat": [1]}}, "job.py has no option --rat. Did you mean '--rate'?"),
+        (script | {"script": "no.py"}, "does not exist"),
+        (script | {"function": "job.py:train"}, "either script"),
+        (script | {"arguments": "--steps 3"}, "sweep.toml has '--steps 3'"),
+        (script | {"arguments": "--steps 3"}, "arguments must be a list of texts"),
+        (usual | {"function": "no.py:train"}, "names no file"),
     ]
-    for changes, said in table:
-        file = toml(tmp_path / "sweep.toml", **usual | changes)
-        assert main(["sweep", str(file)]) == 2
+    for facts, said in table:
+        assert main(["sweep", str(toml(tmp_path / "sweep.toml", **facts))]) == 2
         assert said in capsys.readouterr().err
-    del usual["script"]
-    file = toml(tmp_path / "sweep.toml", **usual, function="no.py:train")
-    assert main(["sweep", str(file)]) == 2
-    assert "names no file" in capsys.readouterr().err
     assert main(["sweep", str(tmp_path / "missing.toml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert sorted(files(tmp_path)) == ["job.py", "sweep.toml"]
