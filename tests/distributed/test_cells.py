@@ -66,9 +66,8 @@ def has_cell_in_a_fork() -> bool:
 
 def test_views_of_a_rank_replace_each_other_in_one_display(on_ranks: OnRanks, notebook: Notebook) -> None:
     assert on_ranks(2, show, "last") == [True, True]
-    assert list(notebook.displays.values()) == [["<p>1</p>", "<p>2</p>", "<p>3</p>"]]
     assert on_ranks(1, show, "last") == [True]
-    assert list(notebook.displays.values())[1:] == [["<p>1</p>", "<p>2</p>", "<p>3</p>"]]  # of its own
+    assert list(notebook.displays.values()) == [["<p>1</p>", "<p>2</p>", "<p>3</p>"]] * 2  # each has its own
 
 
 def test_a_display_without_a_last_view_ends_with_the_ranks(on_ranks: OnRanks, notebook: Notebook) -> None:
@@ -94,13 +93,10 @@ def test_ranks_that_another_thread_launched_have_no_cell(on_ranks: OnRanks, note
     assert notebook.displays == {}
 
 
-def test_a_process_that_a_rank_forked_does_not_have_its_cell(on_ranks: OnRanks, notebook: Notebook) -> None:
-    assert on_ranks(1, has_cell_in_a_fork) == [False]
-
-
-def test_ranks_lose_their_cell_with_the_task(
+def test_ranks_lose_their_cell_with_the_task_and_a_process_that_one_forked_has_none(
     on_ranks: OnRanks, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert on_ranks(1, has_cell_in_a_fork) == [False]
     assert on_ranks(1, show, "none") == [True]
     monkeypatch.delitem(sys.modules, "IPython")
     assert on_ranks(1, show, "last") == [False]

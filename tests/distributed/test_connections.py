@@ -1,13 +1,9 @@
-"""What a failed world leaves behind: no connection, no thread, nothing that computes on."""
+"""Which connections a world makes and leaves: none that others can use, and none that outlasts its sums."""
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,79 +13,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.distributed import Pool
-from ddp_loop.distributed.gloo import accepted, free_kept, keeps_a_group, open_sockets
+from ddp_loop.distributed.gloo import accepted, free_kept, keeps_a_group
 from ddp_loop.distributed.store import own_keys
 from tests.support.harness import OnRanks, let_ranks_meet, until
+from tests.support.listeners import Port, ports_of
 
 pytestmark = pytest.mark.covers("D10")
 
 SUM_S = 5.0  # the timeout of a sum that is not woken, and of joining, which a busy machine holds up
 
 
-def fail_while_others_sum(sums: int) -> None:
-    """Rank 0 fails where the others have some sums under way, and catch what that raises."""
-    with suppress(LookupError, dl.PeerFailed), dl.join_world(timeout_s=20.0) as world:
-        world.sum(torch.ones(()))
-        if world.rank == 0:
-            raise LookupError
-        for work in [world.start_sum(torch.ones(1 << 14)) for _ in range(sums)]:
-            world.finish(work)
-
-
-def fail_in_a_metric() -> None:
-    """Rank 0 fails in an evaluation, where the others gather."""
-
-    def metric(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if world.rank == 0:
-            raise LookupError
-        return output.mean()
-
-    with suppress(LookupError, dl.PeerFailed), dl.join_world(timeout_s=20.0) as world:
-        rows = torch.ones(12, 2)
-        dl.evaluate(nn.Linear(2, 1), dl.Batches((rows, rows), 4, world), metric=metric)
-
-
 def threads() -> int:
     """Those of the system."""
     return len(os.listdir("/proc/self/task"))
-
-
-def leavings() -> tuple[int, int, float]:
-    """Open sockets, threads, and the part of a core that this process uses while it does nothing."""
-    gc.collect()  # an exception may stand in a ring of references
-    began, used = time.monotonic(), time.process_time()
-    threading.Event().wait(0.05)
-    cores = (time.process_time() - used) / (time.monotonic() - began)
-    return len(open_sockets()), threads(), cores
-
-
-def await_no_more_than(before: list[tuple[int, int, float]]) -> None:
-    """Wait until this rank has no more connections and threads, and is idle; a thread ends a little after its join."""
-    most_sockets, most_threads, _ = before[int(os.environ["RANK"])]
-
-    def is_as_before() -> bool:
-        sockets, count, cores = leavings()
-        return sockets <= most_sockets and count <= most_threads and cores < 0.5  # a thread that turns takes 1.0
-
-    until(is_as_before, "no connection and no thread is left, and nothing turns")
-
-
-@pytest.mark.slow
-def test_failures_leave_no_connection_and_no_thread() -> None:
-    with Pool(3) as pool:
-        before = pool.run(leavings, 3)
-        failures: list[Callable[[], None]] = [
-            partial(fail_while_others_sum, 1),
-            partial(fail_while_others_sum, 3),
-            fail_in_a_metric,
-        ]
-        for failure in failures * 5:
-            pool.run(failure, 3)
-            pool.run(await_no_more_than, 3, before)
 
 
 def no_group_is_kept() -> bool:
@@ -167,17 +106,10 @@ def test_leaving_shuts_one_end_of_each_connection_and_no_other_socket(on_ranks: 
     assert told == [(b"still there", 3 * 3)] * 3  # three groups with three pairs each
 
 
-LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1 and ::1, as the kernel writes them
-
-
-def listens_at() -> set[str]:
-    """The addresses at which this rank can be connected to, while it is in a world."""
+def listens_at() -> set[Port]:
+    """Where this rank can be connected to, while it is in a world."""
     with dl.join_world(exchange="gloo") as world:
-        own = {name.strip("socket:[]") for name in open_sockets().values()}
-        lines = [
-            line.split() for file in ("tcp", "tcp6") for line in Path("/proc/self/net", file).read_text().splitlines()
-        ]
-        found = {words[1].partition(":")[0] for words in lines if words[9] in own and words[3] == "0A"}
+        found = ports_of([os.getpid()])
         world.sum(torch.ones(()))
         return found
 
@@ -186,4 +118,4 @@ def listens_at() -> set[str]:
 def test_under_launch_no_other_machine_can_connect_to_a_rank(on_ranks: OnRanks) -> None:
     for found in on_ranks(2, listens_at):
         assert found
-        assert found <= LOOPBACK
+        assert all(port.is_loopback for port in found)

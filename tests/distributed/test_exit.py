@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ddp_loop as dl
-from ddp_loop import join_world
-from tests.support.harness import FAULT_S, OnRanks, caught
-from tests.support.scripts import SCRIPT_S, StartPython, write
-
-
-def fail_outside_of_with() -> tuple[str, str, float]:
-    """What the interpreter does with an uncaught exception, done here on rank 1."""
-    told: list[type[BaseException]] = []
-    usual = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: told.append(kind)  # torch puts one of its own around it
-    try:
-        world = dl.join_world()
-        assert sys.excepthook.__module__ == join_world.__module__
-        if world.rank == 1:
-            try:
-                raise KeyError("no such word")
-            except KeyError as error:
-                sys.excepthook(KeyError, error, error.__traceback__)
-            assert told == [KeyError]
-        result = caught(world.sum, torch.ones(1))
-        world.leave()
-        assert sys.excepthook.__module__ != join_world.__module__
-        assert not dist.is_initialized()
-        return result
-    finally:
-        sys.excepthook = usual
-
-
-@pytest.mark.covers("D10")
-def test_an_uncaught_exception_is_reported_on_the_peers(on_ranks: OnRanks) -> None:
-    first, second, third = on_ranks(3, fail_outside_of_with)
-    for kind, text, took_s in (first, third):
-        assert (kind, "rank 1" in text, "no such word" in text) == ("PeerFailed", True, True), text
-        assert took_s < FAULT_S
-    assert second[0] == "RuntimeError"  # it left the world
-
+from tests.support.harness import OnRanks, caught
+from tests.support.paths import ROOT
+from tests.support.scripts import SCRIPT_S, StartPython, run, write
 
 TRAINS = """
 import sys
@@ -69,14 +34,13 @@ sys.stdout.write(f"{world.rank} is done\\n")  # one write, even where PYTHONUNBU
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
-def test_a_script_without_with_exits_cleanly(ranks: int, start_python: StartPython, tmp_path: Path) -> None:
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+def test_a_script_without_with_exits_cleanly(start_python: StartPython, tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = start_python("-X", "dev", *launcher, write(tmp_path, TRAINS), str(tmp_path / "run"))
     out, errors = process.communicate(timeout=SCRIPT_S)
     assert process.returncode == 0, errors
-    assert sorted(out.splitlines()) == [f"{rank} is done" for rank in range(ranks)]
+    assert sorted(out.splitlines()) == ["0 is done", "1 is done"]
     assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 3
     assert "destroy_process_group" not in errors
     assert "Traceback" not in errors
@@ -85,30 +49,36 @@ def test_a_script_without_with_exits_cleanly(ranks: int, start_python: StartPyth
 FAILS = TRAINS.replace(
     "        for rows in step:\n",
     """        if world.rank == 1 and step.iteration == 2:
+            if sys.argv[2:]:
+                sys.exit(0)
             raise KeyError("no such word")
         for rows in step:
 """,
 )
 
 
-@pytest.mark.parametrize("by_with", [False, True])
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [((), "KeyError: 'no such word'"), (("exit",), "ddp_loop.training.step._LeftLoop: it left the loop in step 2")],
+)
 @pytest.mark.slow
-def test_the_peer_of_a_failed_rank_prints_one_short_error(
-    by_with: bool, start_python: StartPython, tmp_path: Path
+def test_under_torchrun_a_rank_that_fails_has_the_last_words_and_its_peers_one_short_error(
+    words: tuple[str, ...], error: str, tmp_path: Path
 ) -> None:
-    text = FAILS
-    if by_with:
-        before, after = FAILS.split("world = dl.join_world()\n")
-        text = before + "with dl.join_world() as world:\n" + indent(after, "    ")
-    logs = tmp_path / "logs"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
-    process = start_python(*launcher, f"--log-dir={logs}", write(tmp_path, text), str(tmp_path / "run"))
-    process.communicate(timeout=SCRIPT_S)
-    (peer,), (culprit,) = ([one.read_text() for one in logs.glob(f"*/*/{rank}/stderr.log")] for rank in range(2))
-    assert "Traceback" in culprit
-    assert "rank 0 was ended in fold of step 2: rank 1 failed in data of step 2: KeyError: 'no such word'\n" in peer
-    assert "Traceback" not in peer
-    assert "gloo" not in peer
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+    ended = run(*launcher, write(tmp_path, FAILS), "run", *words, folder=tmp_path)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1
+    for peer in (0, 2):
+        assert f"rank {peer} was ended in fold of step 2: rank 1 failed in data of step 2: {error}" in said
+    assert "gloo" not in said
+    assert "another exception occurred" not in said
+    assert f"{ROOT / 'ddp_loop'}/" not in said  # no line of the package: the error is the script's
+    summary = said[said.index("Root Cause") :]
+    assert words or "rank      : 1" in summary  # a rank that exits with 0 fails the others alone
+    assert words or summary.rstrip("= \n").endswith(error)
+    assert len(said) < 7000
 
 
 @pytest.mark.slow

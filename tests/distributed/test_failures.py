@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -22,11 +21,13 @@ from torch.utils.data import Dataset
 
 import ddp_loop as dl
 from ddp_loop.accelerators import HostCopy
-from ddp_loop.distributed import RankFailed, format_error
+from ddp_loop.distributed import format_error
 from ddp_loop.distributed.processes import LineHook, set_line
 from ddp_loop.distributed.torch_backend import TorchBackend
 from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.covers("D10")
 
 
 class Mute(Exception):
@@ -36,91 +37,62 @@ class Mute(Exception):
         raise LookupError("no words")
 
 
-def fail_in(kind: str) -> tuple[str, str, float]:
-    errors: dict[str, Callable[[], BaseException]] = {
-        "ValueError": lambda: ValueError("a fault of rank 1"),
-        "two arguments": lambda: Unspeakable(1, 2),
-        "mute": Mute,
-        "SystemExit 0": lambda: SystemExit(0),
-        "SystemExit 3": lambda: SystemExit(3),
-        "KeyboardInterrupt": KeyboardInterrupt,
-        "GeneratorExit": GeneratorExit,
-        "not of this alphabet": lambda: RuntimeError("\ud800 \0 \U0001f600"),
-        "long": lambda: RuntimeError("x" * 10**6),
-        "group": lambda: ExceptionGroup("two faults", [ValueError("one"), KeyError("two")]),
-    }
+RAISED: list[tuple[Callable[[], BaseException], str, str]] = [  # what a rank raises, its kind, what the others are told
+    (lambda: ValueError("a fault of rank 1"), "ValueError", "ValueError: a fault of rank 1"),
+    (lambda: Unspeakable(1, 2), "Unspeakable", "Unspeakable: 1 is not 2"),
+    (Mute, "Mute", "Mute: <exception str() failed>"),
+    (lambda: SystemExit(0), "SystemExit", "SystemExit: 0, at /"),
+    (lambda: SystemExit(3), "SystemExit", "SystemExit: 3, at /"),
+    (KeyboardInterrupt, "KeyboardInterrupt", "KeyboardInterrupt"),
+    (GeneratorExit, "GeneratorExit", "GeneratorExit"),
+    (lambda: RuntimeError("\ud800 \0 \U0001f600"), "RuntimeError", "RuntimeError: "),
+    (lambda: ExceptionGroup("two", [ValueError("one"), KeyError("x")]), "ExceptionGroup", "two (2 sub-exceptions)"),
+]
 
-    def work() -> None:
+
+def fail_each_way() -> list[tuple[str, str, float]]:
+    def work(error: Callable[[], BaseException]) -> None:
         with dl.join_world() as world:
             world.sum(torch.ones(()))
             if world.rank == 1:
-                raise errors[kind]()
+                raise error()
             world.sum(torch.ones(()))
 
-    return caught(work)
+    return [caught(work, error) for error, _, _ in RAISED]
 
 
-@pytest.mark.covers("D10")
-@pytest.mark.parametrize(
-    ("kind", "own", "told"),
-    [
-        ("ValueError", "ValueError", "ValueError: a fault of rank 1"),
-        ("two arguments", "Unspeakable", "Unspeakable: 1 is not 2"),
-        ("mute", "Mute", "Mute: <exception str() failed>"),
-        ("SystemExit 0", "SystemExit", "SystemExit: 0, at /"),
-        ("SystemExit 3", "SystemExit", "SystemExit: 3, at /"),
-        ("KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
-        ("GeneratorExit", "GeneratorExit", "GeneratorExit"),
-        ("not of this alphabet", "RuntimeError", "RuntimeError: "),
-        ("long", "RuntimeError", "RuntimeError: xxx"),
-        ("group", "ExceptionGroup", "two faults (2 sub-exceptions)"),
-    ],
-)
-def test_whatever_a_rank_raises_the_others_get_with_its_traceback(
-    kind: str, own: str, told: str, on_ranks: OnRanks
-) -> None:
-    results = on_ranks(3, fail_in, kind)
-    assert results[1][0] == own
-    for peer in (0, 2):
-        raised, text, took_s = results[peer]
-        assert raised == "PeerFailed"
-        assert text.startswith("rank 1 failed: ")
-        assert told in text
-        assert "Traceback (most recent call last)" in text
-        assert "in work\n" in text
-        assert took_s < FAULT_S
+def test_whatever_a_rank_raises_the_others_get_with_its_traceback(on_ranks: OnRanks) -> None:
+    first, culprit, third = on_ranks(3, fail_each_way)
+    assert [kind for kind, _, _ in culprit] == [own for _, own, _ in RAISED]
+    for peer in (first, third):
+        for (raised, text, took_s), (_, _, told) in zip(peer, RAISED, strict=True):
+            assert raised == "PeerFailed"
+            assert text.startswith("rank 1 failed: ")
+            assert told in text
+            assert "Traceback (most recent call last)" in text
+            assert "in work\n" in text
+            assert took_s < FAULT_S
 
 
-def all_fail() -> NoReturn:
-    with dl.join_world() as world:
-        raise ValueError(f"rank {world.rank} has it too")
+PROBLEMS = [{1: "bad"}, {0: "bad", 2: "worse"}, {0: "a", 1: "b", 2: "c"}]
 
 
-@pytest.mark.covers("D10")
-def test_a_fault_of_all_ranks_is_raised_by_each(on_ranks: OnRanks) -> None:
-    with pytest.raises(RankFailed, match="rank 0 raised ValueError: rank 0 has it too") as failed:
-        on_ranks(3, all_fail)
-    assert isinstance(failed.value.__cause__, ValueError)
-    assert "rank 2 raised ValueError: rank 2 has it too" in str(failed.value)
-
-
-def agree_on(problems: dict[int, str]) -> tuple[str, str, float]:
-    def work() -> None:
+def agree() -> list[tuple[str, str, float]]:
+    def work(problems: dict[int, str]) -> None:
         with dl.join_world() as world:
             world.raise_if_any_failed(ValueError(problems[world.rank]) if world.rank in problems else None)
 
-    return caught(work)
+    return [caught(work, problems) for problems in PROBLEMS]
 
 
-@pytest.mark.covers("D10")
-@pytest.mark.parametrize("problems", [{1: "bad"}, {0: "bad", 2: "worse"}, {0: "a", 1: "b", 2: "c"}])
-def test_one_ranks_problem_is_raised_by_all(problems: dict[int, str], on_ranks: OnRanks) -> None:
-    for rank, (kind, text, took_s) in enumerate(on_ranks(3, agree_on, problems)):
-        if rank in problems:
-            assert (kind, text) == ("ValueError", problems[rank])
-        else:
-            assert (kind, text.split(": ")[0]) == ("PeerFailed", f"rank {min(problems)} failed")
-        assert took_s < FAULT_S
+def test_one_ranks_problem_is_raised_by_all(on_ranks: OnRanks) -> None:
+    for rank, found in enumerate(on_ranks(3, agree)):
+        for problems, (kind, text, took_s) in zip(PROBLEMS, found, strict=True):
+            if rank in problems:
+                assert (kind, text) == ("ValueError", problems[rank])
+            else:
+                assert (kind, text.split(": ")[0]) == ("PeerFailed", f"rank {min(problems)} failed")
+            assert took_s < FAULT_S
 
 
 def fail_on_rank_1() -> str:
@@ -135,7 +107,6 @@ def fail_on_rank_1() -> str:
     raise AssertionError("it did not fail")
 
 
-@pytest.mark.covers("D10")
 def test_a_peers_traceback_has_the_scripts_lines_alone_and_torchrun_gets_the_culprits(
     on_ranks: OnRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +137,6 @@ def fail_at_length(folder: str | None, letters: int) -> dl.PeerFailed | None:
     raise AssertionError("it did not fail")
 
 
-@pytest.mark.covers("D10")
 @pytest.mark.parametrize("with_folder", [True, False])
 def test_a_text_of_5_mb_is_cut_and_the_run_folder_keeps_the_whole(
     with_folder: bool, on_ranks: OnRanks, tmp_path: Path
@@ -231,15 +201,15 @@ class Never:
         raise AssertionError("the host must be able to look for failures")
 
 
-def end_at_once(rank: int) -> None:
+def end_at_once() -> None:
     with dl.join_world(exchange="gloo"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_for_a_killed_rank(killed: int) -> tuple[str, str, float] | None:
-    """A child of that rank's process takes its part, so that the pool sees no failure."""
-    if int(os.environ["RANK"]) == killed:
-        child = multiprocessing.get_context("fork").Process(target=end_at_once, args=(killed,))
+def wait_for_a_killed_rank() -> tuple[str, str, float] | None:
+    """A child of rank 1's process takes its part, so that the pool sees no failure."""
+    if os.environ["RANK"] == "1":
+        child = multiprocessing.get_context("fork").Process(target=end_at_once)
         child.start()
         child.join()
         assert child.exitcode == -signal.SIGKILL
@@ -254,16 +224,13 @@ def wait_for_a_killed_rank(killed: int) -> tuple[str, str, float] | None:
     return caught(wait)
 
 
-@pytest.mark.covers("D10")
-@pytest.mark.parametrize(("ranks", "killed"), [(2, 1), (3, 1)])
 @pytest.mark.slow
-def test_a_rank_that_is_killed_while_others_wait_for_their_device_is_named(
-    ranks: int, killed: int, on_ranks: OnRanks
-) -> None:
-    found = on_ranks(ranks, wait_for_a_killed_rank, killed)
-    for kind, text, took_s in [one for one in found if one is not None]:
+def test_a_rank_that_is_killed_while_others_wait_for_their_device_is_named(on_ranks: OnRanks) -> None:
+    for found in on_ranks(3, wait_for_a_killed_rank)[::2]:
+        assert found is not None
+        kind, text, took_s = found
         assert kind == "PeerFailed"
-        assert f"Rank {killed} does not answer (killed" in text
+        assert "Rank 1 does not answer (killed" in text
         assert took_s < FAULT_S
 
 
@@ -287,7 +254,6 @@ def end_well_before_the_others() -> float:
         return copy.wait().item()
 
 
-@pytest.mark.covers("D10")
 def test_a_rank_that_has_ended_well_disturbs_no_wait_for_a_device(on_ranks: OnRanks) -> None:
     assert on_ranks(2, end_well_before_the_others) == [0.0, 7.0]
 
@@ -309,7 +275,6 @@ def part_on_the_host() -> tuple[str, str, float]:
     return caught(work)
 
 
-@pytest.mark.covers("D10")
 @pytest.mark.slow
 def test_host_tensors_are_waited_for_in_slices_whatever_the_devices_backend(on_ranks: OnRanks) -> None:
     for kind, text, took_s in on_ranks(2, part_on_the_host):

@@ -56,10 +56,6 @@ def variables(*names: str) -> list[str | None]:
     return [os.environ.get(name) for name in names]
 
 
-def threads_of_torch() -> int:
-    return torch.get_num_threads()
-
-
 def forget_the_group() -> int:
     dist.init_process_group("gloo")
     dist.barrier()
@@ -72,20 +68,17 @@ def raise_on(culprits: dict[int, Exception]) -> str:
     return "well"
 
 
-def fail_while_peers_wait(culprit: int, how: Callable[[], object]) -> None:
+def fail_while_peers_wait(how: str) -> None:
     dist.init_process_group("gloo")
     dist.barrier()
-    if dist.get_rank() == culprit:
-        how()
+    if dist.get_rank() == 1:
+        match how:
+            case "signal":
+                die_by(signal.SIGKILL)
+            case "exit code":
+                os._exit(3)
+        raise ValueError("negative weight")
     dist.all_reduce(torch.ones(1))
-
-
-def raise_unspeakable() -> NoReturn:
-    raise Unspeakable(1, 2)
-
-
-def raise_value_error() -> NoReturn:
-    raise ValueError("negative weight")
 
 
 def die_by(number: int) -> None:
@@ -103,10 +96,10 @@ def wait_for_ever() -> None:
     threading.Event().wait()
 
 
-def wait_for_ever_on(culprit: int) -> None:
-    if own_rank() == culprit:
+def wait_for_ever_on_1() -> None:
+    if own_rank() == 1:
         wait_for_ever()
-    dist.init_process_group("gloo")  # waits for the culprit
+    dist.init_process_group("gloo")  # waits for rank 1
 
 
 def raise_on_0_and_wait_on_1() -> None:
@@ -126,16 +119,12 @@ def surroundings() -> tuple[str | None, bool, list[str], str]:
     return os.environ.get("LEFT_BY_A_TASK"), "PATH" in os.environ, sys.path, os.getcwd()
 
 
-def what_cannot_be_pickled_on_1() -> object:
-    return threading.Lock() if own_rank() == 1 else 0
-
-
-def what_cannot_be_unpickled_on_1() -> object:
-    return Unreadable() if own_rank() == 1 else 0
-
-
-def tensors_of(size: int) -> dict[str, torch.Tensor]:
-    return {"ones": torch.ones(size, dtype=torch.float64), "rank": torch.tensor(own_rank())}
+def return_or_raise_on_1(what: str) -> object:
+    if own_rank() == 0:
+        return 0
+    if what == "unspeakable":
+        raise Unspeakable(1, 2)
+    return threading.Lock() if what == "lock" else Unreadable()
 
 
 # -- results ---------------------------------------------------------------------------------------------------
@@ -143,16 +132,12 @@ def tensors_of(size: int) -> dict[str, torch.Tensor]:
 
 def test_results_come_in_rank_order(pool: Pool) -> None:
     assert pool.run(rank_and_arguments, 4, 7, name="x") == [(rank, (7,), {"name": "x"}) for rank in range(4)]
-
-
-def test_a_task_may_use_fewer_ranks_than_the_pool_has(pool: Pool) -> None:
     assert [pool.run(sum_of_ranks, ranks) for ranks in (1, 3, 2, 4)] == [[0], [3] * 3, [1] * 2, [6] * 4]
 
 
 def test_results_may_be_tensors(pool: Pool) -> None:
-    results = pool.run(tensors_of, 2, 300_000)  # 2.4 MB: more than a pipe holds
-    assert [result["rank"].item() for result in results] == [0, 1]
-    assert all(torch.equal(result["ones"], torch.ones(300_000, dtype=torch.float64)) for result in results)
+    wanted = torch.ones(300_000, dtype=torch.float64)  # 2.4 MB: more than a pipe holds
+    assert all(torch.equal(one, wanted) for one in pool.run(torch.ones, 2, 300_000, dtype=torch.float64))
 
 
 @pytest.mark.slow
@@ -174,10 +159,10 @@ def test_several_ranks_compute_with_one_thread_each_as_under_torchrun(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert pool.run(threads_of_torch, 2) == [1, 1]
+    assert pool.run(torch.get_num_threads, 2) == [1, 1]
     assert pool.run(variables, 2, "OMP_NUM_THREADS") == [["1"], ["1"]]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert pool.run(threads_of_torch, 2) == [2, 2]
+    assert pool.run(torch.get_num_threads, 2) == [2, 2]
 
 
 def test_a_task_finds_the_surroundings_of_its_caller_whatever_an_earlier_one_left(pool: Pool, tmp_path: Path) -> None:
@@ -208,7 +193,6 @@ def join_and_count() -> int:
 def test_a_group_that_one_rank_could_not_start_disturbs_no_later_world(pool: Pool) -> None:
     assert pool.run(fail_to_start, 2, True) == [(False, 2), (True, 2)]
     assert pool.run(fail_to_start, 2, False) == [(False, 0), (True, 0)]
-    assert pool.run(forget_the_group, 2) == [2, 2]
     assert pool.run(join_and_count, 2) == [2, 2]
 
 
@@ -231,9 +215,9 @@ def left_of_a_world() -> tuple[bool, list[str]]:
     return "ddp_loop" in sys.excepthook.__module__, threads
 
 
-def forget_the_world_and_fail(culprit: int) -> None:
+def forget_the_world_and_fail() -> None:
     world = join_world()
-    if world.rank == culprit:
+    if world.rank == 1:
         raise LookupError("no such word")
     world.sum(torch.ones(1))
 
@@ -244,7 +228,7 @@ def test_a_task_that_does_not_leave_its_world_leaves_it_at_its_end(pool: Pool, t
     assert pool.run(left_of_a_world, 2) == [(False, [])] * 2
     assert pool.run(forget_the_world, 2, str(tmp_path), timeout_s=20) == [2, 2]  # the run folder is free again
     with pytest.raises(RankFailed, match="rank 1 raised LookupError: no such word"):
-        pool.run(forget_the_world_and_fail, 2, 1, timeout_s=20)
+        pool.run(forget_the_world_and_fail, 2, timeout_s=20)
     assert pool.run(left_of_a_world, 2) == [(False, [])] * 2
 
 
@@ -272,24 +256,26 @@ def test_an_exception_comes_back_with_its_rank_its_traceback_and_itself(pool: Po
     assert pool.run(own_rank, 3) == [0, 1, 2]
 
 
-def test_of_several_the_lowest_rank_is_the_culprit_and_the_others_are_listed(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("errors", "last"),
+    [
+        ({1: ValueError("one\nin two lines"), 2: KeyError("two")}, "  rank 2 raised KeyError: 'two'"),
+        ({0: PeerFailed("rank 1 failed\nbecause"), 1: ValueError("negative weight")}, "PeerFailed: rank 1 failed"),
+    ],
+)
+def test_of_several_the_lowest_rank_that_failed_by_itself_is_the_culprit_and_the_others_are_listed(
+    errors: dict[int, Exception], last: str, pool: Pool
+) -> None:
     with pytest.raises(RankFailed) as caught:
-        pool.run(raise_on, 3, {1: ValueError("one\nin two lines"), 2: KeyError("two")})
+        pool.run(raise_on, 3, errors)
     assert caught.value.rank == 1
-    assert str(caught.value).splitlines()[-1] == "  rank 2 raised KeyError: 'two'"
-
-
-def test_a_rank_that_failed_because_of_another_is_not_the_culprit(pool: Pool) -> None:
-    with pytest.raises(RankFailed) as caught:
-        pool.run(raise_on, 3, {0: PeerFailed("rank 1 failed\nbecause"), 1: ValueError("negative weight")})
-    assert caught.value.rank == 1
-    assert str(caught.value).splitlines()[-1].endswith("PeerFailed: rank 1 failed")
+    assert str(caught.value).splitlines()[-1].endswith(last)
 
 
 def test_a_rank_that_raises_frees_those_that_wait_for_it(pool: Pool) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: negative weight") as caught:
-        pool.run(fail_while_peers_wait, 3, 1, raise_value_error)
+        pool.run(fail_while_peers_wait, 3, "raise")
     assert time.monotonic() - start < FAULT_S
     assert "rank 0 raised RuntimeError" in str(caught.value)
     assert "rank 2 raised RuntimeError" in str(caught.value)
@@ -297,19 +283,14 @@ def test_a_rank_that_raises_frees_those_that_wait_for_it(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (partial(die_by, signal.SIGKILL), r"died by signal 9 \(SIGKILL\)"),
-        (partial(os._exit, 3), "died with exit code 3"),
-    ],
-    ids=["signal", "exit code"],
+    ("how", "said"), [("signal", r"died by signal 9 \(SIGKILL\)"), ("exit code", "died with exit code 3")]
 )
 @pytest.mark.slow
-def test_a_rank_that_dies_is_named_and_replaced(pool: Pool, how: Callable[[], None], said: str) -> None:
+def test_a_rank_that_dies_is_named_and_replaced(pool: Pool, how: str, said: str) -> None:
     before = pool.run(os.getpid, 3)
     start = time.monotonic()
     with pytest.raises(RankFailed, match=f"^rank 1 {said}") as caught:
-        pool.run(fail_while_peers_wait, 3, 1, how)
+        pool.run(fail_while_peers_wait, 3, how)
     assert time.monotonic() - start < FAULT_S
     assert caught.value.rank == 1
     after = pool.run(os.getpid, 3)
@@ -317,10 +298,10 @@ def test_a_rank_that_dies_is_named_and_replaced(pool: Pool, how: Callable[[], No
     assert pool.run(sum_of_ranks, 3) == [3, 3, 3]
 
 
-def stop_in_a_world(culprit: int) -> None:
+def stop_in_a_world() -> None:
     let_ranks_meet(device="cpu")
     with join_world(device="cpu", timeout_s=6) as world:
-        if world.rank == culprit:
+        if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         world.sum(torch.ones(1))
 
@@ -328,7 +309,7 @@ def stop_in_a_world(culprit: int) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_with_what_the_others_know(pool: Pool) -> None:
     with pytest.raises(RankFailed) as caught:
-        pool.run(stop_in_a_world, 2, 1)
+        pool.run(stop_in_a_world, 2)
     assert caught.value.rank == 1
     assert str(caught.value).startswith("rank 1 was stopped, as by SIGSTOP: it did not answer, and was killed\n")
     assert "rank 0 raised ddp_loop.distributed.failures.PeerFailed" in str(caught.value)
@@ -364,7 +345,7 @@ def test_a_rank_that_died_between_two_tasks_is_replaced(pool: Pool) -> None:
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_line_where_it_hangs(pool: Pool) -> None:
     with pytest.raises(RankFailed, match=r"^rank 1 did not return within 5 s") as caught:
-        pool.run(wait_for_ever_on, 2, 1, timeout_s=5)
+        pool.run(wait_for_ever_on_1, 2, timeout_s=5)
     failed = caught.value
     assert failed.rank == 1  # and not rank 0, which waits for it
     assert "test_launching.py" in failed.traceback
@@ -385,12 +366,10 @@ def test_a_rank_that_does_not_end_after_anothers_failure_is_ended(pool: Pool) ->
     assert pool.run(own_rank, 2) == [0, 1]
 
 
-@pytest.mark.parametrize(("code", "said"), [(3, "3"), ("no data", "no data"), (1, "1")])
-def test_an_end_of_the_interpreter_with_an_error_is_an_exception_like_others(
-    code: object, said: str, pool: Pool
-) -> None:
-    with pytest.raises(RankFailed, match=rf"^rank 0 raised SystemExit: {said}"):
-        pool.run(sys.exit, 1, code)
+def test_an_end_of_the_interpreter_with_an_error_is_an_exception_like_others(pool: Pool) -> None:
+    for code in (3, "no data"):
+        with pytest.raises(RankFailed, match=rf"^rank 0 raised SystemExit: {code}"):
+            pool.run(sys.exit, 1, code)
     assert pool.run(own_rank, 1) == [0]
 
 
@@ -399,37 +378,29 @@ def exit_well(where: str) -> int:
         total = int(world.sum(torch.ones(())))
         if where == "inside the world":
             sys.exit(0)
-    if where == "after it" or (where == "on one rank" and world.rank == 1):
+    if where == "after it" or world.rank == 1:
         sys.exit()
     return total
 
 
-@pytest.mark.parametrize(
-    ("where", "results"),
-    [("inside the world", [None, None]), ("after it", [None, None]), ("on one rank", [2, None])],
-)
-def test_an_end_of_the_interpreter_without_an_error_ends_a_rank_well(
-    where: str, results: list[int | None], pool: Pool
-) -> None:
-    assert pool.run(exit_well, 2, where) == results
+def test_an_end_of_the_interpreter_without_an_error_ends_a_rank_well(pool: Pool) -> None:
+    for where, results in {"inside the world": [None] * 2, "after it": [None] * 2, "on one rank": [2, None]}.items():
+        assert pool.run(exit_well, 2, where) == results, where
     assert pool.run(own_rank, 2) == [0, 1]
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank(pool: Pool) -> None:
-    said = r"^rank 1 raised TypeError: .*This lock cannot be pickled .*\. Return numbers"
-    with pytest.raises(RankFailed, match=said):
-        pool.run(what_cannot_be_pickled_on_1, 2)
-
-
-def test_a_result_that_cannot_be_unpickled_is_an_error_of_its_rank(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match=r"^rank 1 returned a value that cannot be unpickled: .*no such value"):
-        pool.run(what_cannot_be_unpickled_on_1, 2)
-
-
-def test_an_exception_that_cannot_be_unpickled_is_reported_by_its_text(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match=r"^rank 0 raised .*Unspeakable: 1 is not 2") as caught:
-        pool.run(raise_unspeakable, 1)
-    assert caught.value.__cause__ is None
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("lock", r"raised TypeError: .*This lock cannot be pickled .*\. Return numbers"),
+        ("unreadable", "returned a value that cannot be unpickled: .*no such value"),
+        ("unspeakable", "raised .*Unspeakable: 1 is not 2"),
+    ],
+)
+def test_what_cannot_be_pickled_or_unpickled_is_an_error_of_its_rank(what: str, said: str, pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=f"^rank 1 {said}") as caught:
+        pool.run(return_or_raise_on_1, 2, what)
+    assert what == "lock" or caught.value.__cause__ is None
 
 
 def test_a_failure_can_be_pickled() -> None:

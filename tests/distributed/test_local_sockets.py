@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from unittest import mock
 
 import pytest
@@ -82,13 +82,13 @@ def accept_beside(listener: Listener, disturb: Callable[[], None]) -> None:
             one.close()
 
 
-@pytest.mark.parametrize("kind", GREETINGS)
-def test_a_wrong_greeting_is_refused_and_the_rank_still_joins(kind: str) -> None:
+def test_a_wrong_greeting_is_refused_and_the_rank_still_joins() -> None:
     listener = Listener()
 
     def disturb() -> None:
-        with stranger(listener.name, GREETINGS[kind](listener)) as one, suppress(ConnectionResetError):
-            assert one.recv(20) == b""
+        for kind, greeting in GREETINGS.items():
+            with stranger(listener.name, greeting(listener)) as one, suppress(ConnectionResetError):
+                assert one.recv(20) == b"", kind
 
     accept_beside(listener, disturb)
 
@@ -106,17 +106,6 @@ def test_a_rank_joins_once() -> None:
         await_accepted(again, deadline)
     for each in (one, again, other, *found.values()):
         each.close()
-
-
-def test_many_silent_connections_keep_no_rank_away() -> None:
-    listener = Listener()
-    with ExitStack() as opened:
-
-        def disturb() -> None:
-            for _ in range(FLOOD):
-                opened.enter_context(stranger(listener.name))
-
-        accept_beside(listener, disturb)
 
 
 def test_a_rank_joins_with_descriptors_above_those_of_select() -> None:
@@ -160,25 +149,18 @@ def test_another_users_process_is_refused() -> None:
 def test_a_listener_of_another_user_is_refused() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to listen as another user")
-    listener = Listener()
-    try:
+    with closing(Listener()) as listener:
         os.seteuid(OTHER_USER)
         try:
             with pytest.raises(PermissionError, match="belongs to another user"):
                 connect(listener.name, listener.token, 1, time.monotonic() + MOMENT_S)
         finally:
             os.seteuid(0)
-    finally:
-        listener.close()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    listener = Listener()
-    try:
-        with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect"):
-            listener.accept([1, 2], time.monotonic() + 0.1)
-    finally:
-        listener.close()
+    with closing(Listener()) as listener, pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect"):
+        listener.accept([1, 2], time.monotonic() + 0.1)
 
 
 def test_what_a_rank_sent_before_it_ended_can_be_read() -> None:
@@ -222,18 +204,16 @@ def join_in_a_flood() -> tuple[str, float]:
                         opened.callback(one.close)
                         one.settimeout(0.05)
                         one.connect(_address(self.name))
-                        one.send(b"?" * (number % 40))
+                        if number % 2:  # the others say nothing
+                            one.send(b"?" * (number % 40))
 
         with mock.patch.object(machine, "Listener", Besieged), dl.join_world(timeout_s=30.0) as world:
             total = world.sum(torch.ones(()) * world.rank).item()
             return world.exchange, total
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_ranks_join_in_memory_in_spite_of_a_flood(ranks: int, on_ranks: OnRanks) -> None:
-    told = on_ranks(ranks, join_in_a_flood)
-    assert [total for _, total in told] == [sum(range(ranks))] * ranks
-    assert [exchange for exchange, _ in told] == ["memory"] * ranks
+def test_ranks_join_in_memory_in_spite_of_a_flood(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, join_in_a_flood) == [("memory", 3.0)] * 3
 
 
 def sum_with_a_signal_that_ends() -> float:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,21 @@ def make_hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
         yield make
 
 
+MakeHosts = Callable[[int], Hosts]
+
+
+def begun(hosts: Hosts, job: Job, number: int, nodes: str, restarts: int = 3) -> None:
+    """Start a job on all hosts, and wait until it has made some steps."""
+    for host in range(number):
+        hosts.start(job, host, nodes, restarts)
+    hosts.until(lambda: rows_of(job) >= BEGUN and ranks_of(job) == number, "all hosts have begun")
+
+
+def on_one_host(pool: Pool, folder: Path, epochs: int = EPOCHS) -> str:
+    """The digest of the undisturbed job's weights."""
+    return pool.run(make_job(folder, "one host", epochs=epochs), 3)[0][1]
+
+
 def rows_of(job: Job) -> int:
     rows = Path(job.run, "rows.jsonl")
     return rows.read_bytes().count(b"\n") if rows.exists() else 0
@@ -128,54 +144,39 @@ def require_whole(job: Job, expected: str) -> None:
     assert rows_problem(Path(job.run), whole=True) is None
 
 
-@pytest.mark.parametrize("number", [2, 3])
 def test_a_job_with_one_host_cut_off_for_5_s_has_the_bits_of_one_host(
-    make_hosts: Callable[[int], Hosts], number: int, pool: Pool, tmp_path: Path
+    make_hosts: MakeHosts, pool: Pool, tmp_path: Path
 ) -> None:
-    hosts = make_hosts(number)
-    (_, expected), *_ = pool.run(make_job(tmp_path, "one host", epochs=EPOCHS), 3)
+    hosts, expected = make_hosts(3), on_one_host(pool, tmp_path)
     job = make_job(tmp_path, "hosts", epochs=EPOCHS)
-    for host in range(number):
-        hosts.start(job, host, str(number), restarts=0)
-    hosts.until(lambda: rows_of(job) >= BEGUN, "the job has begun")
-    assert ranks_of(job) == number
-    hosts.wires.set_port(number - 1, "down")
+    begun(hosts, job, 3, "3", restarts=0)
+    hosts.wires.set_port(2, "down")
     before = rows_of(job)
     time.sleep(CUT_S)  # how long the link is down is what is tested
     assert rows_of(job) <= before + 2, "the link is not cut"
-    hosts.wires.set_port(number - 1, "up")
-    assert [hosts.wait(host) for host in range(number)] == [0] * number, hosts.text(0)[-3000:]
+    hosts.wires.set_port(2, "up")
+    assert [hosts.wait(host) for host in range(3)] == [0] * 3, hosts.text(0)[-3000:]
     require_whole(job, expected)
 
 
 def test_a_host_that_is_cut_off_for_good_is_named_and_the_others_continue(
-    make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path
+    make_hosts: MakeHosts, pool: Pool, tmp_path: Path
 ) -> None:
-    hosts = make_hosts(2)
-    (_, expected), *_ = pool.run(make_job(tmp_path, "one host", epochs=EPOCHS), 3)
+    hosts, expected = make_hosts(2), on_one_host(pool, tmp_path)
     job = make_job(tmp_path, "hosts", epochs=EPOCHS, timeout_s=TIMEOUT_S)
-    for host in range(2):
-        hosts.start(job, host, "1:2")
-    hosts.until(lambda: rows_of(job) >= BEGUN and ranks_of(job) == 2, "both hosts have begun")
+    begun(hosts, job, 2, "1:2")
     hosts.wires.set_port(1, "down")
-    of_host = r"on host \S+ \(%s\)"
-    named = [
-        re.compile(rf"Rank \d {of_host % re.escape(address(1))} does not answer"),
-        re.compile(rf"Rank \d {of_host % re.escape(address(1))} does not reach the launcher's store"),
-    ]
-    for host, pattern in enumerate(named):
-        until(lambda host=host, pattern=pattern: pattern.search(hosts.text(host)) is not None,  # type: ignore[misc]
+    lost = rf"Rank \d on host \S+ \({re.escape(address(1))}\) does not "
+    for host, what in enumerate(("answer", "reach the launcher's store")):
+        until(partial(lambda host, said: re.search(said, hosts.text(host)), host, lost + what),
               f"host {host} names the one that was lost", TIMEOUT_S + REPORT_S)  # fmt: skip
     assert hosts.wait(0) == 0, hosts.text(0)[-3000:]
     assert ranks_of(job) == 1
     require_whole(job, expected)
 
 
-def test_hosts_that_join_and_leave_keep_the_bits(
-    make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path
-) -> None:
-    hosts = make_hosts(2)
-    (_, expected), *_ = pool.run(make_job(tmp_path, "one host", epochs=LONG), 3)
+def test_hosts_that_join_and_leave_keep_the_bits(make_hosts: MakeHosts, pool: Pool, tmp_path: Path) -> None:
+    hosts, expected = make_hosts(2), on_one_host(pool, tmp_path, LONG)
     job = make_job(tmp_path, "hosts", epochs=LONG, save_every=1000)
     hosts.start(job, 0, "1:2")
     hosts.until(lambda: rows_of(job) >= BEGUN and ranks_of(job) == 1, "the first host has begun")
@@ -198,27 +199,22 @@ def test_hosts_that_join_and_leave_keep_the_bits(
 @pytest.mark.covers("J6")
 @pytest.mark.parametrize("asked", [0, 1])
 def test_ctrl_c_on_one_host_ends_the_launchers_of_both_with_code_0(
-    make_hosts: Callable[[int], Hosts], asked: int, tmp_path: Path
+    make_hosts: MakeHosts, asked: int, tmp_path: Path
 ) -> None:
     hosts = make_hosts(2)
     hosts.module = ("ddp_loop", "run")
     job = make_job(tmp_path, "hosts", epochs=10**6)
-    for host in range(2):
-        hosts.start(job, host, "2", restarts=0)
-    hosts.until(lambda: rows_of(job) >= BEGUN and ranks_of(job) == 2, "both hosts have begun")
+    begun(hosts, job, 2, "2", restarts=0)
     hosts.started[asked].send_signal(signal.SIGINT)
     # torch's agent of the other host would wait 300 s for the one that was asked.
     assert [hosts.wait(host) for host in range(2)] == [0, 0], hosts.text(0)[-3000:]
     assert "Traceback" not in hosts.text(0) + hosts.text(1)
 
 
-def test_a_job_continues_when_a_host_is_lost(make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path) -> None:
-    hosts = make_hosts(2)
-    (_, expected), *_ = pool.run(make_job(tmp_path, "one host", epochs=EPOCHS), 3)
+def test_a_job_continues_when_a_host_is_lost(make_hosts: MakeHosts, pool: Pool, tmp_path: Path) -> None:
+    hosts, expected = make_hosts(2), on_one_host(pool, tmp_path)
     job = make_job(tmp_path, "hosts", epochs=EPOCHS)
-    for host in range(2):
-        hosts.start(job, host, "1:2")
-    hosts.until(lambda: rows_of(job) >= BEGUN and ranks_of(job) == 2, "both hosts have begun")
+    begun(hosts, job, 2, "1:2")
     os.kill(hosts.started[1].pid, signal.SIGKILL)  # its rank ends with it
     assert hosts.wait(0) == 0, hosts.text(0)[-3000:]
     assert ranks_of(job) == 1

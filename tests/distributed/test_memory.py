@@ -59,8 +59,20 @@ class Program:
         assert same_bits(found, wanted), f"operation {self.number}, {what}"
         self.found.append(wanted)
 
-    def begin(self, start: Callable[..., object], found: torch.Tensor, wanted: torch.Tensor, size: int) -> None:
-        work = self.world.start(start, CPU)  # type: ignore[arg-type]
+    def begin(self) -> None:
+        """A collective of a step."""
+        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+        own = every[self.world.rank].clone()
+        match self.chance.randrange(4):
+            case 0 | 1:
+                found, wanted = own, one_after_another(every)
+                work = self.world.start(lambda backend: backend.start_sum(own, STEP), CPU)
+            case 2:
+                found, wanted = own.new_empty(len(own) * len(every)), torch.cat(every)
+                work = self.world.start(lambda backend: backend.start_gather(found, own, STEP), CPU)
+            case _:
+                found, wanted = own, every[0]
+                work = self.world.start(lambda backend: backend.start_broadcast(own, STEP), CPU)
         number = self.number
 
         def finish() -> None:
@@ -68,40 +80,21 @@ class Program:
             self.world.finish(work)
             self.note(found, wanted, number)
 
-        (self.short if size <= PART_BYTES else self.long).append(finish)
-
-    def sum(self) -> None:
-        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
-        own, total = every[self.world.rank].clone(), one_after_another(every)
-        self.begin(lambda backend: backend.start_sum(own, STEP), own, total, own.nbytes)
-
-    def gather(self) -> None:
-        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
-        own = every[self.world.rank]
-        whole = own.new_empty(len(own) * len(every))
-        self.begin(lambda backend: backend.start_gather(whole, own, STEP), whole, torch.cat(every), own.nbytes)
-
-    def broadcast(self) -> None:
-        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
-        own = every[self.world.rank].clone()
-        self.begin(lambda backend: backend.start_broadcast(own, STEP), own, every[0], own.nbytes)
+        (self.short if own.nbytes <= PART_BYTES else self.long).append(finish)
 
     def of_another_kind(self) -> None:
         """A collective with a header of its own, while others are under way."""
+        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+        own, size = every[self.world.rank].clone(), self.world.size
         match self.chance.randrange(4):
             case 0:
-                every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
-                self.note(self.world.sum(every[self.world.rank].clone()), one_after_another(every), "sum")
+                self.note(self.world.sum(own), one_after_another(every), "sum")
             case 1:
-                every = self.every(self.chance.choice(SIZES), torch.float32)
-                for found, wanted in zip(self.world.gather(every[self.world.rank]), every, strict=True):
-                    self.note(found, wanted, "gather")
+                self.note(torch.cat(self.world.gather(own)), torch.cat(every), "gather")
             case 2:
-                every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
-                self.note(self.world.broadcast(every[self.world.rank].clone()), every[0], "broadcast")
+                self.note(self.world.broadcast(own), every[0], "broadcast")
             case 3:
-                ranks = range(self.world.size)
-                assert self.world.numbers(self.world.rank - 2**62, "n") == [rank - 2**62 for rank in ranks]
+                assert self.world.numbers(self.world.rank - 2**62, "n") == [rank - 2**62 for rank in range(size)]
 
     def flat_sums(self) -> None:
         """Some buckets, which begin while others come, over two steps."""
@@ -142,7 +135,7 @@ class Program:
             self.short.pop()()
 
     def run(self) -> list[torch.Tensor]:
-        usual = [self.sum, self.sum, self.gather, self.broadcast, self.of_another_kind, self.flat_sums]
+        usual = [*[self.begin] * 4, self.of_another_kind, self.flat_sums]
         for self.number in range(OPERATIONS):
             be_late(self.seed, self.number, self.world.rank)
             self.chance.choice(usual)()

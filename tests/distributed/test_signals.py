@@ -105,36 +105,28 @@ def sleep_in_forward(folder: str, times: int) -> None:
             make(step, forward)
 
 
-def interrupted(folder: str) -> tuple[str, str, float]:
-    return caught(sleep_in_forward, folder, 2)
+def interrupted(folder: str, is_lost: bool) -> tuple[str, str, float]:
+    """The first interrupt may arrive while Python enters the sleep again, and be lost."""
+    send, sent = signal.pthread_kill, []
+
+    def send_or_lose(thread: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) > is_lost:
+            send(thread, number)
+
+    with mock.patch("ddp_loop.distributed.watchdog.signal.pthread_kill", send_or_lose):
+        found = caught(sleep_in_forward, folder, 2)
+    assert found[0] == "PeerFailed" or len(sent) > is_lost
+    return found
 
 
-def test_a_second_ctrl_c_leaves_a_step_that_sleeps(on_ranks: OnRanks, tmp_path: Path) -> None:
-    (kind, text, took_s), (own, said, _) = on_ranks(2, interrupted, str(tmp_path))
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_second_ctrl_c_leaves_a_step_that_sleeps(is_lost: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
+    (kind, text, took_s), (own, said, _) = on_ranks(2, interrupted, str(tmp_path), is_lost)
     assert (own, said) == ("KeyboardInterrupt", "a second Ctrl-C")
     assert (kind, text.splitlines()[0]) == ("PeerFailed", "rank 1 failed in forward of step 3: " + f"{own}: {said}")
     assert took_s < 2 * APART_S + FAULT_S
     assert (status_of(tmp_path)["status"], checkpoints_of(tmp_path)) == ("failed", [2])
-
-
-def interrupted_unseen(folder: str) -> tuple[str, str, float]:
-    """The first interrupt arrives while Python enters the sleep again, and is lost."""
-    send, sent = signal.pthread_kill, []
-
-    def lose_the_first(thread: int, number: int) -> None:
-        sent.append(number)
-        if len(sent) > 1:
-            send(thread, number)
-
-    with mock.patch("ddp_loop.distributed.watchdog.signal.pthread_kill", lose_the_first):
-        caught_here = caught(sleep_in_forward, folder, 2)
-    assert caught_here[0] == "PeerFailed" or len(sent) > 1
-    return caught_here
-
-
-def test_an_interrupt_that_goes_unseen_is_sent_again(on_ranks: OnRanks, tmp_path: Path) -> None:
-    _, (own, said, _) = on_ranks(2, interrupted_unseen, str(tmp_path))
-    assert (own, said) == ("KeyboardInterrupt", "a second Ctrl-C")
 
 
 def test_a_third_ctrl_c_ends_a_process_that_ignores_the_second(on_ranks: OnRanks, tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import time
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +15,7 @@ from ddp_loop.distributed import padded
 from ddp_loop.distributed.two_levels import TwoLevelBackend
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import digest, make_flat_sum, on_machines, values
-from tests.support.harness import FAULT_S, OnRanks
+from tests.support.harness import FAULT_S, OnRanks, caught
 
 pytestmark = pytest.mark.covers("C4", "D10")
 
@@ -137,46 +136,36 @@ def test_training_has_the_same_bits_on_several_machines(
     assert on_ranks(ranks, train, "memory", machines, batch_norm) == wanted
 
 
-@pytest.mark.parametrize("machines", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("stops", [0, 1, 2])
+@pytest.mark.parametrize(("machines", "stops"), [((2, 1), 1), ((2, 1), 2), ((1, 2), 0)])
 def test_a_stop_on_one_rank_stops_all_machines(machines: Machines, stops: int, on_ranks: OnRanks) -> None:
     assert on_ranks(3, train, "memory", machines, False, stops=stops) == [("loop.stop()", 3)] * 3
 
 
 def fail(machines: Machines, culprit: int) -> tuple[str, str, float]:
-    began = time.monotonic()
-    try:
-        train("memory", machines, False, fails=culprit)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", 0.0
+    return caught(train, "memory", machines, False, culprit)
 
 
-@pytest.mark.parametrize("machines", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize(("machines", "culprit"), [((2, 1), 1), ((2, 1), 2), ((1, 2), 0)])
 def test_a_failure_on_one_rank_ends_all_machines(machines: Machines, culprit: int, on_ranks: OnRanks) -> None:
     for rank, (kind, text, took_s) in enumerate(on_ranks(3, fail, machines, culprit)):
         assert kind == ("LookupError" if rank == culprit else "PeerFailed"), text
-        named = rf"rank {culprit} on host \S+ \(127\.0\.0\.1\) failed in forward of step 3: LookupError"
-        assert rank == culprit or re.match(named, text), text
+        named = f"rank {culprit} on host {socket.gethostname()} (127.0.0.1) failed in forward of step 3: LookupError"
+        assert rank == culprit or text.startswith(named), text
         assert took_s < FAULT_S
 
 
 def part(machines: Machines, odd: int) -> tuple[str, str, float]:
     """One rank makes another collective than the others, on another machine too."""
-    began = time.monotonic()
-    try:
+
+    def work() -> None:
         with on_machines(*machines), dl.join_world(exchange="memory", timeout_s=20.0) as world:
-            world.sum(torch.ones(()))
-            began = time.monotonic()
+            world.sum(torch.ones(()))  # so that all are there
             world.gather(1, "pears" if world.rank == odd else "apples")
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", 0.0
+
+    return caught(work)
 
 
-@pytest.mark.parametrize("machines", [(2, 1), (2, 2)])
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(("machines", "odd"), [((2, 1), 2), ((2, 2), 0)])
 def test_machines_that_part_get_an_error_that_names_places(machines: Machines, odd: int, on_ranks: OnRanks) -> None:
     for kind, text, took_s in on_ranks(sum(machines), part, machines, odd):
         assert kind in ("Parted", "PeerFailed")

@@ -45,7 +45,7 @@ def test_a_value_arrives_as_it_was_sent(value: Any) -> None:
 
 
 def test_numbers_of_numpy_arrive_as_pythons_own() -> None:
-    assert from_bytes(to_bytes([np.int64(3), np.float32(0.5), np.bool_(True)])) == [3, 0.5, True]
+    assert repr(from_bytes(to_bytes([np.int64(3), np.float32(0.5), np.bool_(True)]))) == "[3, 0.5, True]"
 
 
 def gather_tensors() -> list[list[torch.Tensor]]:
@@ -60,9 +60,7 @@ def gather_tensors() -> list[list[torch.Tensor]]:
 def test_a_dense_tensor_arrives_with_every_bit_and_without_a_graph(on_ranks: OnRanks) -> None:
     for every in on_ranks(3, gather_tensors):
         for rank, (first, nan, truths, last) in enumerate(every):
-            assert first.shape == (rank, 2)
-            assert first.dtype == torch.bfloat16
-            assert bool(first.signbit().all())
+            assert (first.shape, first.dtype, bool(first.signbit().all())) == ((rank, 2), torch.bfloat16, True)
             assert bool(nan.isnan())
             assert truths.tolist() == [True, True]
             assert torch.equal(last, torch.arange(6, dtype=torch.float64).view(2, 3).T + rank)
@@ -96,13 +94,10 @@ class Unsendable:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0)])
-def test_tensors_are_sent_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    value = torch.randn(shape).to(dtype)
-    found = from_bytes(to_bytes([value, value.mT if len(shape) == 2 else value]))
-    assert (found[0].dtype, found[0].shape) == (dtype, value.shape)
-    assert torch.equal(found[0], value)
-    assert torch.equal(found[1], value.mT if len(shape) == 2 else value)
+def test_tensors_are_sent_to_the_bit(dtype: torch.dtype) -> None:
+    sent = [torch.randn(shape).to(dtype) for shape in ((), (0,), (2, 3), (3, 0))]
+    sent.append(sent[2].mT)
+    torch.testing.assert_close(from_bytes(to_bytes(sent)), sent, rtol=0, atol=0)
 
 
 def send(value: Any) -> Any:

@@ -92,11 +92,6 @@ def test_the_culprit_is_who_failed_by_itself(endings: list[Ending], first: int, 
     assert describe(endings, []).startswith(f"ddp_loop: {words}")
 
 
-def test_a_second_error_is_one_line() -> None:
-    later = Ending(3, 1, 6.0, TRACE, "KeyError: 'x'\nmore", " in data of step 3", is_shown=False)
-    assert describe([CULPRIT, later], []).endswith("ddp_loop: rank 3 failed in data of step 3 too: KeyError: 'x'\n")
-
-
 def error_at(line: int, code: str) -> str:
     frames = f'  File "/lab/train.py", line 30, in <module>\n    main()\n  File "/lab/train.py", line {line}, in main\n'
     return f"Traceback (most recent call last):\n{frames}    {code}\n    ^^^^^^^^\nValueError: the labels are bad\n"
@@ -106,7 +101,7 @@ def test_another_rank_s_own_line_of_the_script_is_shown_where_it_is_not_the_culp
     first = replace(CULPRIT, error=error_at(12, "dl.evaluate(model, held_out)"))
     alike = replace(first, rank=0, at=6.0)
     apart = replace(alike, rank=1, error=error_at(20, "step.fold()"))
-    other = replace(apart, rank=3, line="KeyError: 'x'")
+    other = replace(apart, rank=3, line="KeyError: 'x'\nmore")
     assert describe([first, alike, apart, other], []).startswith("ddp_loop: rank 0 failed in forward of step 3:\n")
     assert describe([first, alike, apart, other], []).splitlines()[-3:] == [
         "ddp_loop: rank 1 failed in forward of step 3 too, with the same error, at /lab/train.py:20: step.fold()",
@@ -115,19 +110,12 @@ def test_another_rank_s_own_line_of_the_script_is_shown_where_it_is_not_the_culp
     ]
 
 
-def test_an_ending_is_read_from_the_rank_s_file(tmp_path: Path) -> None:
+def test_an_ending_is_read_from_the_rank_s_file_or_is_its_exit_code_alone(tmp_path: Path) -> None:
     file = left(tmp_path, at=7.5, where=" in fold of step 2", is_peer=True, is_shown=False)
-    assert read_ending(4, ProcessFailure(0, 1, 1, file)) == Ending(
-        4, 1, 7.5, TRACE, "ValueError: the labels are bad", " in fold of step 2", True, False
-    )
-
-
-def test_a_file_of_torch_s_own_is_of_an_error_that_the_rank_printed(tmp_path: Path) -> None:
-    found = read_ending(4, ProcessFailure(0, 1, 1, left(tmp_path)))
-    assert (found.is_shown, found.is_peer, found.at) == (True, False, 7.0)
-
-
-def test_a_rank_without_a_file_has_its_exit_code_alone() -> None:
-    found = read_ending(1, ProcessFailure(1, 1, -9, "none"))
-    assert (found.exit_code, found.error, found.is_peer) == (-9, "", False)
+    ending = Ending(4, 1, 7.5, TRACE, "ValueError: the labels are bad", " in fold of step 2", True, False)
+    assert read_ending(4, ProcessFailure(0, 1, 1, file)) == ending
+    own = read_ending(4, ProcessFailure(0, 1, 1, left(tmp_path)))  # torch's own, of an error that the rank printed
+    assert (own.is_shown, own.is_peer, own.at) == (True, False, 7.0)
+    without = read_ending(1, ProcessFailure(1, 1, -9, "none"))
+    assert (without.exit_code, without.error, without.is_peer) == (-9, "", False)
     assert read_ending(1, ProcessFailure(1, 1, 75, "none")).is_peer
