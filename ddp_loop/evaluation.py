@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy, nll_loss
 
 from ddp_loop.accelerators import sent
 from ddp_loop.batch_norm import find_sync_channels
@@ -136,7 +137,7 @@ def evaluate(
             states are merged in the order of the shards, and the objects themselves are not changed.
         functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
             single tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` is
-            added up, and divided by the sum of its `over` alone.
+            added up, and divided by the sum of its `over` alone, as torch's cross-entropy by its labels or weights.
 
     Returns:
         The means and sums by name, and the number of `samples`; the same on every rank.
@@ -158,7 +159,7 @@ def evaluate(
         for mini_batch, shard, data in shards:
             output, others = (forward or forward_first)(model, data), _split(data)[1]
             place = mini_batch.position * batches.shards + shard.number
-            values = {name: function(output, *others) for name, function in functions.items()}
+            values = {name: _value_of(function, output, others) for name, function in functions.items()}
             kinds |= {(name, _kind(value)) for name, value in values.items()}
             totals[place] = [shard.samples, *_totals_and_divisors(values, shard.samples)]
             states.update(place, output, others)
@@ -233,6 +234,20 @@ def _require_one_kind(kinds: Collection[tuple[str, str]]) -> dict[str, str]:
                 "from each call."
             )
     return dict(kinds)
+
+
+def _value_of(function: Metric, output: Any, others: tuple[Any, ...]) -> Any:
+    """A metric of a shard; of torch's mean cross-entropy its total, and the labels or class weights that it is over."""
+    is_module = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) and function.reduction == "mean"
+    value = function(output, *others)
+    labels = others[0]
+    if not (is_module or function in (cross_entropy, nll_loss)) or labels.is_floating_point():
+        return value
+    counts = labels != getattr(function, "ignore_index", -100)
+    if (class_weights := getattr(function, "weight", None)) is not None:
+        counts = class_weights[labels.where(counts, 0)] * counts
+    divisor = counts.sum(dtype=torch.float64)
+    return Sum((value * divisor).where(divisor > 0, 0.0), over=divisor)
 
 
 def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[torch.Tensor | int]:

@@ -128,6 +128,37 @@ def sum_of_some(logits: torch.Tensor, labels: torch.Tensor) -> dl.Sum:
     return dl.Sum(labels, over=labels if labels[0] else None)
 
 
+CLASS_WEIGHTS = torch.linspace(1.0, 9.0, 10, dtype=torch.float64)
+CRITERIA: dict[str, Callable[..., torch.Tensor]] = {
+    "as it is": nn.CrossEntropyLoss(),
+    "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    "ignored": nn.functional.cross_entropy,
+    "all": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
+}
+
+
+def labelled(ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(10, (100,), generator=generator)
+    labels[labels < 4] = ignored  # unequally many in each shard
+    labels[:16] = ignored  # the first shards have no other
+    return torch.randn(100, 10, dtype=torch.float64, generator=generator), labels
+
+
+def evaluated_by(what: str) -> dict[str, float]:
+    criterion = CRITERIA[what]
+    data = labelled(-100 if what == "ignored" else 3)
+    with dl.join_world() as world:
+        return dl.evaluate(nn.Identity(), dl.Batches(data, 48, world, shuffle=False), loss=criterion)
+
+
+@pytest.mark.parametrize("what", CRITERIA)
+def test_class_weights_and_ignored_labels_count_as_on_the_whole_data(what: str, on_ranks: OnRanks) -> None:
+    expected = CRITERIA[what](*labelled(-100 if what == "ignored" else 3)).item()
+    for found in on_ranks(3, evaluated_by, what):
+        assert found == {"loss": pytest.approx(expected, rel=1e-12), "samples": 100}
+
+
 def test_a_metric_of_two_kinds_is_refused() -> None:
     data = torch.zeros(2, 3, 1), torch.tensor([0, 1])
     said = "must be of one kind in every shard. bad is a dl.Sum and a dl.Sum with over= in different shards"

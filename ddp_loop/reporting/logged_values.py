@@ -88,6 +88,7 @@ class LoggedValues:
         self._show = show
         self._waiting: deque[_Line] = deque()
         self._is_open = False  # whether the last one may get more values
+        self._has_shared = False  # whether two evaluations of a step shared a metric's name, which is said once
         self.files = {EVALUATIONS: run.open(EVALUATIONS, "drop")}
         self.files |= {name: _opened(run, name) for name in (LOGGED, TEXTS, IMAGES)}
         self._tables: list[dict[str, Any]] = []  # of the checkpoint's step, by an earlier process
@@ -164,6 +165,13 @@ class LoggedValues:
         known[:] = [one for one in known if one["iteration"] == iteration]
         if any(_is_repeated(one, line) for one in known):
             return
+        shared = [name for name in result if name != "samples" and any(name in one for one in known)]
+        if shared and not self._has_shared:
+            self._has_shared = True
+            self.run.warn(
+                f"Several evaluations of step {iteration} have a metric {shared[0]}. Tables, the page and sweeps take "
+                f"the last one's. Name the others' otherwise, as evaluate(..., train_{shared[0]}=...)."
+            )
         known.append(line)
         self._write_line(EVALUATIONS, line)
         self._sinks.call("evaluated", line)

@@ -47,6 +47,7 @@ from ddp_loop.training.validation import (
     Value,
     Weight,
     check_mean,
+    refuse_partial_mean,
     refuse_sum,
     reserved_names,
 )
@@ -272,6 +273,7 @@ class ShardRecord:
         reduction: str,
         metrics: dict[str, Value],
         made_by: Node | None,
+        iteration: int,
     ) -> Weight:
         """Record a loss and its metrics; returns the shard's weight.
 
@@ -279,17 +281,19 @@ class ShardRecord:
             value: of the loss, shape (), a tensor of this record's own.
             weight, reduction, metrics: as given to `Step.backward`.
             made_by: the operation whose result the loss is.
+            iteration: of the step.
 
         Raises:
-            ValueError: torch's sum over samples as their mean, a reserved metric name, or another weight or reduction
-                than the shard's first loss had.
+            ValueError: torch's sum over samples as their mean, its mean over something else without a weight, a
+                reserved metric name, or another weight or reduction than the shard's first loss had.
         """
         if not REFUSED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
-        if (reduction == "mean" and not self.losses) and (
-            getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha")
-        ):  # one of torch's losses, or several added up
-            refuse_sum(made_by, self.shard.samples)
+        if reduction == "mean" and not self.losses:
+            if getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha"):
+                refuse_sum(made_by, self.shard.samples)  # one of torch's losses, or several added up
+            if weight is None and not iteration & (iteration - 1):  # a power of two: it may make the host wait
+                refuse_partial_mean(made_by)
         former = self.weight
         if self.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
             weight = weight.where(weight == former, math.nan)  # the guard finds it one step later

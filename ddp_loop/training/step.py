@@ -223,8 +223,8 @@ class Step:
 
         Raises:
             RuntimeError: outside of a shard, or after its last backward.
-            ValueError: a loss that is no scalar or needs no gradient, torch's `reduction="sum"` or a count in place of
-                a mean, a bad weight or metric, or losses of one shard with different weights or reductions.
+            ValueError: a loss that is no scalar or needs no gradient; torch's `reduction="sum"`, a count, class weights
+                or ignored labels in place of a mean over samples; a bad weight or metric; a further loss with others.
         """
         job = self._job
         record = self._record
@@ -245,7 +245,7 @@ class Step:
             raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
         weight = None if weight is None else check_weight(weight)
         value = job.fold.unscaled(loss) if job.fold.scalers else loss.detach().clone()
-        size = record.add(value, weight, reduction, metrics, made_by=loss.grad_fn)
+        size = record.add(value, weight, reduction, metrics, made_by=loss.grad_fn, iteration=self.iteration)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)

@@ -55,7 +55,7 @@ def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips
         error.add_note(_INNER_LOOP)
     elif skips and "No inf checks were recorded" in text:
         error.add_note(_SCALER)
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         error.add_note(_MORE_SHARDS)
 
 
@@ -251,6 +251,8 @@ def bad_loss(loss: object) -> ValueError:
 
 
 TORCHS_SUM = 2  # at::Reduction::Sum, which torch's losses keep for their backward
+_FLOAT32_BYTES = 4
+_MOST_EXACT = 2**24  # numbers that float32 can count
 
 
 def refuse_sum(made_by: Node | None, samples: int) -> None:
@@ -275,12 +277,50 @@ def refuse_sum(made_by: Node | None, samples: int) -> None:
         )
 
 
+def refuse_partial_mean(made_by: Node | None) -> None:
+    """Raise ValueError if a loss without a weight is torch's cross-entropy with class weights or ignored labels.
+
+    Its mean divides by the sum of the labels' weights, or by the number of labels that are not ignored. Reading that
+    number makes the host wait for a GPU.
+
+    Args:
+        made_by: the operation whose result the loss is; of a sum both parts are looked at.
+    """
+    if made_by is None:
+        return
+    parts = [below for below, _ in made_by.next_functions] if hasattr(made_by, "_saved_alpha") else [made_by]
+    for part in parts:
+        if part is not None and part.name() == "MulBackward1":  # by label_smoothing
+            part = part.next_functions[0][0]
+        if saved_by(part, "weight") is not None and hasattr(part, "_saved_ignore_index"):
+            raise ValueError(
+                "This loss is a mean by class weights: it divides by the weights of the labels, not by their number, "
+                "and would train differently on each number of ranks. Tell "
+                "step.backward(loss, weight=class_weights[labels].sum()), without ignored labels."
+            )
+        divisor = saved_by(part, "total_weight")
+        labels = saved_by(part, "target")
+        if not isinstance(divisor, torch.Tensor) or not isinstance(labels, torch.Tensor):
+            continue
+        is_exact = divisor.dtype.itemsize >= _FLOAT32_BYTES and labels.numel() < _MOST_EXACT
+        if is_exact and divisor.item() < labels.numel():
+            raise ValueError(
+                f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
+                "the others, and would train differently on each number of ranks. Tell "
+                "step.backward(loss, weight=(labels != ignore_index).sum())."
+            )
+
+
+def saved_by(loss: Node | None, name: str) -> object:
+    """What an operation keeps for its backward; not unpacked, since activation checkpointing would compute it again."""
+    return getattr(getattr(loss, f"_raw_saved_{name}", None), "data", None)
+
+
 def _rows_of(loss: Node) -> int:
     """The first dimension of what one of torch's losses is of; 0 for a penalty of a parameter, and if it is unknown."""
     if any(hasattr(below, "variable") for below, _ in loss.next_functions):
         return 0
-    saved = getattr(loss, "_raw_saved_self", None)  # not unpacked, see `find_scale`
-    output = None if saved is None else saved.data
+    output = saved_by(loss, "self")
     return output.shape[0] if isinstance(output, torch.Tensor) and output.dim() else 0
 
 

@@ -142,11 +142,16 @@ def test_a_step_that_two_epochs_share_has_a_line_of_each(tmp_path: Path) -> None
 
 
 def test_evaluations_of_an_iteration_with_other_results_are_all_written(tmp_path: Path) -> None:
-    logged = opened(tmp_path)
+    said: list[str] = []
+    logged = opened(tmp_path, warnings=said)
     for value, samples in ((0.5, 10), (0.5, 10), (0.5, 11), (1e-7, 10), (5e-7, 10), (5e-7 + 1e-15, 10), (nan, 10)):
         logged.add_evaluation(1, 4, {"accuracy": value, "samples": samples})
     logged.add_evaluation(2, 5, {"iteration": 9.5, "epoch": 8.5, "loss": 0.25})
     logged.close()
+    assert said == [
+        "Several evaluations of step 4 have a metric accuracy. Tables, the page and sweeps take the last one's. "
+        "Name the others' otherwise, as evaluate(..., train_accuracy=...)."
+    ]
     *lines, last = lines_of(tmp_path / "evaluations.jsonl")
     found = [(line["accuracy"], line["samples"]) for line in lines]
     assert found == [(0.5, 10), (0.5, 11), (1e-7, 10), (5e-7, 10), (None, 10)]

@@ -73,6 +73,22 @@ def mean_matching(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(rows).mean(0), rows.mean(0)[:1], reduction="sum")
 
 
+def entropy(ignored: int = 0, **options: Any) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """Torch's cross-entropy of two classes, with the labels of the first rows ignored."""
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        output = model(rows)
+        labels = torch.arange(len(rows)) % 2
+        labels[:ignored] = -100
+        return nn.functional.cross_entropy(torch.cat([output, -output], 1), labels, **options)
+
+    return loss
+
+
+def giving(loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], **options: Any) -> Give:
+    return lambda step, model, rows: step.backward(loss(model, rows), **options)
+
+
 def fail_in_backward(step: dl.Step, model: nn.Sequential, rows: torch.Tensor) -> None:
     def run_out(module: nn.Module, given: object, received: object) -> None:
         raise MemoryError("out of memory in backward")
@@ -148,6 +164,8 @@ HOOKED = r"hook on a parameter.* model\.0\.weight has one of "
 FORM = "A parameter's dtype and memory format must not change during training. model.0.weight had"
 HELD = r"step\.hold must be called once for each shard, .* comes after another one"
 SUM = r"This one is torch's sum .* over \d samples.* step\.backward\(loss, reduction=\"sum\"\)"
+CLASS_WEIGHTS = r"mean by class weights: .* weight=class_weights\[labels\]\.sum\(\)"
+TWO = torch.tensor([1.0, 5.0], dtype=torch.float64)
 OF_DATA = "ValueError|TypeError|AttributeError"
 INNER_LOOP = r"A Loop yields steps, .* Write `for step in loop:`, and inside it `for images, labels in step:`"
 WRONGS = {
@@ -199,6 +217,10 @@ CALLS: list[tuple[Give, str]] = [
     (lambda step, model, rows: step.backward(loss_of(model, rows).detach()), "must need a gradient"),
     (lambda step, model, rows: step.backward(sum_of(model, rows)), SUM),
     (lambda step, model, rows: step.backward(sum_of(model, rows) - 0.5 * penalty_of(model)), SUM),
+    (giving(entropy(weight=TWO)), CLASS_WEIGHTS),
+    (giving(entropy(weight=TWO, label_smoothing=0.1)), CLASS_WEIGHTS),
+    (giving(lambda model, rows: entropy(weight=TWO)(model, rows) + penalty_of(model)), CLASS_WEIGHTS),
+    (giving(entropy(2)), r"mean over 4 of a shard's 6 labels, .* weight=\(labels != ignore_index\)\.sum\(\)"),
     *(
         (calling(keywords), said)
         for keywords, said in (
@@ -250,7 +272,7 @@ def test_a_step_that_is_used_wrongly_is_refused_on_every_rank(how: str, shards: 
 
 def go_wrong_alone(folder: Path, act: Act) -> None:
     with dl.join_world() as world:
-        go_wrong(world, str(folder), act, usual, ALL, {})
+        go_wrong(world, str(folder), act, usual, ALL, {}, 4)  # where ignored labels are looked for
 
 
 @pytest.mark.covers("D10")
@@ -269,6 +291,10 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
         lambda step, model, rows: step.backward(mean_matching(model, rows)),
         both(calling({"more_losses": True}), lambda step, model, rows: step.backward(penalty_of(model))),
         calling({"none": 0, "size": 1000, "flag": True, "one": 1}),
+        giving(entropy()),
+        giving(entropy(label_smoothing=0.1)),
+        giving(entropy(2, weight=TWO), weight=torch.tensor(12.0)),
+        giving(entropy(2, reduction="sum"), reduction="sum"),
     ],
 )
 def test_a_penalty_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
