@@ -373,7 +373,11 @@ class Batches:
         """The number of samples that no mini-batch has. Own streams: in the last epoch; None if unknown."""
         if isinstance(self._parts, Parts):
             return Unused(sum(self._parts.sizes) - self._parts.samples)
-        return None if self._own is None else self._own.unused
+        if self._own is not None:
+            return self._own.unused
+        if self.length is None or self.steps is None:
+            return None
+        return Unused(max(0, self.length - self.steps * self.batch_size))
 
     @property
     def announced(self) -> int:

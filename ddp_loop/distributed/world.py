@@ -328,15 +328,15 @@ class World:
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 
-    def print(self, *values: object) -> None:
+    def print(self, *values: object, sep: str = " ", end: str = "\n", flush: bool = True) -> None:
         """Print on rank 0 alone, at once; an OSError, as from a full disk, is ignored.
 
         Args:
-            values: as for Python's `print`.
+            values, sep, end, flush: as for Python's `print`.
         """
         if self.rank == 0:
             with suppress(OSError):
-                print(" ".join(map(str, values)) + "\n", end="", flush=True)  # one write: other threads print too
+                print(sep.join(map(str, values)) + end, end="", flush=flush)  # one write: other threads print too
 
     def say(self, line: str) -> None:
         """Log a line of the package's own, on rank 0. See [Note: The package's own lines]."""

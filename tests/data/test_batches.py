@@ -107,6 +107,7 @@ def test_the_last_partial_mini_batch_is_kept_unless_dropped() -> None:
         assert (len(kept), len(dropped)) == (3, 2)
         assert in_order(places(dropped), 1) == in_order(places(kept), 1)[:8]
         assert len(dl.Batches(numbers(8), 4, world)) == len(dl.Batches(numbers(8), 4, world, drop_last=True)) == 2
+        assert (str(kept.unused), str(dropped.unused)) == ("0 samples", "2 samples")
 
 
 @pytest.mark.covers("C6")

@@ -122,13 +122,14 @@ class Writes(io.StringIO):
 def print_something() -> list[str]:
     with dl.join_world() as world, redirect_stdout(Writes()) as file:
         world.print("one line", world.size)
+        world.print(1, 2, sep="/", end=".", flush=True)
         world.say("another")
     return [text for text in file.texts if text]
 
 
 def test_a_line_is_printed_once(on_ranks: OnRanks) -> None:
     """In one write, so that lines of several threads do not mix."""
-    assert on_ranks(3, print_something) == [["one line 3\n", "ddp_loop: another\n"], [], []]
+    assert on_ranks(3, print_something) == [["one line 3\n", "1/2.", "ddp_loop: another\n"], [], []]
 
 
 def fail_on_rank_0_in_a_stage() -> tuple[str, str, int, int | None]:
