@@ -131,7 +131,7 @@ def printed_after(failure: Callable[[str], None], folder: str) -> str:
     return printed.getvalue()
 
 
-def test_a_checkpoint_that_a_failure_prevents_asks_nobody_to_call_save(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_failure_prevents_does_not_ask_for_save(on_ranks: OnRanks, tmp_path: Path) -> None:
     printed, _ = on_ranks(2, printed_after, fail_after_a_fold, str(tmp_path))
     assert "A rank failed before rank 1 sent its checksums for the checkpoint of step 3." in printed
     assert "loop.save()" not in printed

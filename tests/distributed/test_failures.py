@@ -37,7 +37,7 @@ class Mute(Exception):
         raise LookupError("no words")
 
 
-RAISED: list[tuple[Callable[[], BaseException], str, str]] = [  # what a rank raises, its kind, what the others are told
+RAISED: list[tuple[Callable[[], BaseException], str, str]] = [  # what a rank raises, its kind, what the others say
     (lambda: ValueError("a fault of rank 1"), "ValueError", "ValueError: a fault of rank 1"),
     (lambda: Unspeakable(1, 2), "Unspeakable", "Unspeakable: 1 is not 2"),
     (Mute, "Mute", "Mute: <exception str() failed>"),
