@@ -107,8 +107,8 @@ TOKENS = """
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for step in go(world, words, dict(model=model, optimizer=optimizer)):
         for a in step:
-            loss = F.cross_entropy(model(a[:, :-1]).flatten(0, 1), a[:, 1:].flatten(), ignore_index=0)
-            step.backward(loss, weight=int((a[:, 1:] != 0).sum()))
+            kept = a[:, 1:] != 0
+            step.backward(F.cross_entropy(model(a[:, :-1])[kept], a[:, 1:][kept]), weight=int(kept.sum()))
         step.fold()
         optimizer.step()
 """
@@ -240,7 +240,7 @@ UNSOUND = {
         "the same gradients gave another state",
     ),
     "a mean over tokens without their number": (
-        TOKENS.replace(", weight=int((a[:, 1:] != 0).sum())", ""),
+        TOKENS.replace(", weight=int(kept.sum())", ""),
         "Step 1, fold",
         "Then give weight=",
     ),
