@@ -18,7 +18,7 @@ import os, sys
 from ddp_loop.distributed import launch
 
 def place():
-    for stream in (sys.stdout, sys.stderr) * int(os.environ.get("LINES", "1")):
+    for stream in (sys.stdout, sys.stderr) * int(os.environ.get("TIMES_PRINTED", "1")):
         print("on rank", os.environ["RANK"], file=stream)
     return f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
 """
@@ -29,7 +29,7 @@ def test_functions_of_a_script_run_and_their_lines_are_seen_and_do_not_mix(
     start_python: StartPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Unbuffered, as containers and CI often set it, a print writes each of its words by itself.
-    monkeypatch.setenv("LINES", "300")
+    monkeypatch.setenv("TIMES_PRINTED", "300")
     guarded = SCRIPT + 'if __name__ == "__main__":\n    print(launch(place, 2))\n'
     out, errors = start_python("-u", write(tmp_path, guarded)).communicate(timeout=SCRIPT_S)
     lines = ["on rank 0"] * 300 + ["on rank 1"] * 300

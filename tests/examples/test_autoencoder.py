@@ -91,6 +91,7 @@ def test_a_short_training_raises_the_psnr_and_two_free_runs_differ_in_nearly_all
 
 @pytest.mark.slow
 @pytest.mark.covers("J12")
+@pytest.mark.filterwarnings("ignore")  # of torch's own, where it compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_two_compiled_runs_with_the_fastest_kernels_have_equal_bits(example: ModuleType) -> None:
     fastest = ["--channels-last", "--precision", "bf16", "--compile"]
