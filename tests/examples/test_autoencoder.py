@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -87,17 +86,6 @@ def test_a_short_training_raises_the_psnr_and_two_free_runs_differ_in_nearly_all
     assert one.noisy_psnr == other.noisy_psnr  # the same test pictures
     # A free seed may start badly: one of some hundred stayed below 9 dB.
     assert example.run(0, example.read_arguments(short)).cleaned_psnr > 9  # 8.4 dB at the start
-
-
-@pytest.mark.slow
-@pytest.mark.covers("J12")
-@pytest.mark.filterwarnings("ignore")  # of torch's own, where it compiles
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_two_compiled_runs_with_the_fastest_kernels_have_equal_bits(example: ModuleType) -> None:
-    fastest = ["--channels-last", "--precision", "bf16", "--compile"]
-    arguments = example.read_arguments([*SMALL, "--quiet", *fastest])
-    one, other = (example.run(0, arguments) for _ in range(2))
-    assert example.compare(one.model, other.model).differing == 0
 
 
 SMALL = ["--epochs", "2", "--images", "400", "--batch-size", "100"]

@@ -56,3 +56,20 @@ def test_the_example_trains_compiled() -> None:
 
 def test_make_train_takes_the_fastest_kernels() -> None:
     assert f"KERNELS ?= {' '.join(FASTEST)}\n" in (ROOT / "Makefile").read_text()
+
+
+TWO_COMPILED_RUNS = """
+import sys, train
+arguments = train.read_arguments(sys.argv[1:])
+one, other = (train.run(0, arguments) for _ in range(2))
+print("differing:", train.compare(one.model, other.model).differing)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_the_autoencoder_takes_the_same_flags_and_two_runs_have_equal_bits() -> None:
+    few = ["--images", "400", "--batch-size", "100", "--epochs", "2", "--quiet"]
+    done = run("-c", TWO_COMPILED_RUNS, *few, *FASTEST, "--compile", folder=EXAMPLES / "autoencoder")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "differing: 0"
