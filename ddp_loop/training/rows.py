@@ -292,7 +292,7 @@ class ShardRecord:
         if reduction == "mean" and not self.losses:
             if getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha"):
                 refuse_sum(made_by, self.shard.samples)  # one of torch's losses, or several added up
-            if weight is None and not iteration & (iteration - 1):  # a power of two: it may make the host wait
+            if weight is None and not iteration & (iteration - 1):  # a power of two: in most steps it takes no time
                 refuse_partial_mean(made_by)
         former = self.weight
         if self.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):

@@ -280,8 +280,8 @@ def refuse_sum(made_by: Node | None, samples: int) -> None:
 def refuse_partial_mean(made_by: Node | None) -> None:
     """Raise ValueError if a loss without a weight is torch's cross-entropy with class weights or ignored labels.
 
-    Its mean divides by the sum of the labels' weights, or by the number of labels that are not ignored. Reading that
-    number makes the host wait for a GPU.
+    Its mean divides by the sum of the labels' weights, or by the number of labels that are not ignored. That number is
+    not read on a GPU, for which the host would wait.
 
     Args:
         made_by: the operation whose result the loss is; of a sum both parts are looked at.
@@ -303,7 +303,7 @@ def refuse_partial_mean(made_by: Node | None) -> None:
         if not isinstance(divisor, torch.Tensor) or not isinstance(labels, torch.Tensor):
             continue
         is_exact = divisor.dtype.itemsize >= _FLOAT32_BYTES and labels.numel() < _MOST_EXACT
-        if is_exact and divisor.item() < labels.numel():
+        if is_exact and not is_asynchronous(divisor) and divisor.item() < labels.numel():
             raise ValueError(
                 f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
                 "the others, and would train differently on each number of ranks. Tell "
