@@ -238,11 +238,12 @@ def _require_one_kind(kinds: Collection[tuple[str, str]]) -> dict[str, str]:
 
 def _value_of(function: Metric, output: Any, others: tuple[Any, ...]) -> Any:
     """A metric of a shard; of torch's mean cross-entropy its total, and the labels or class weights that it is over."""
-    is_module = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) and function.reduction == "mean"
     value = function(output, *others)
-    labels = others[0]
-    if not (is_module or function in (cross_entropy, nll_loss)) or labels.is_floating_point():
+    is_module = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss)  # a class of the user's may divide otherwise
+    is_mean = getattr(function, "reduction", None) == "mean" if is_module else function is cross_entropy
+    if not (is_mean or function is nll_loss) or len(others) != 1 or others[0].is_floating_point():
         return value
+    labels = others[0].long()
     counts = labels != getattr(function, "ignore_index", -100)
     if (class_weights := getattr(function, "weight", None)) is not None:
         counts = class_weights[labels.where(counts, 0)] * counts

@@ -134,29 +134,58 @@ CRITERIA: dict[str, Callable[..., torch.Tensor]] = {
     "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
     "ignored": nn.functional.cross_entropy,
     "all": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
+    "labels of a byte": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
 }
 
 
-def labelled(ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+class OverSamples(nn.CrossEntropyLoss):
+    """Divides by the samples, whatever the classes weigh."""
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, labels, self.weight, reduction="none").mean()
+
+
+def labelled(what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ignored = -100 if what == "ignored" else 3
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(10, (100,), generator=generator)
     labels[labels < 4] = ignored  # unequally many in each shard
     labels[:16] = ignored  # the first shards have no other
-    return torch.randn(100, 10, dtype=torch.float64, generator=generator), labels
+    kind = torch.uint8 if what == "labels of a byte" else torch.int64
+    return torch.randn(100, 10, dtype=torch.float64, generator=generator), labels.to(kind)
 
 
 def evaluated_by(what: str) -> dict[str, float]:
-    criterion = CRITERIA[what]
-    data = labelled(-100 if what == "ignored" else 3)
     with dl.join_world() as world:
-        return dl.evaluate(nn.Identity(), dl.Batches(data, 48, world, shuffle=False), loss=criterion)
+        return dl.evaluate(nn.Identity(), dl.Batches(labelled(what), 48, world, shuffle=False), loss=CRITERIA[what])
 
 
 @pytest.mark.parametrize("what", CRITERIA)
 def test_class_weights_and_ignored_labels_count_as_on_the_whole_data(what: str, on_ranks: OnRanks) -> None:
-    expected = CRITERIA[what](*labelled(-100 if what == "ignored" else 3)).item()
+    expected = CRITERIA[what](*labelled(what)).item()
     for found in on_ranks(3, evaluated_by, what):
         assert found == {"loss": pytest.approx(expected, rel=1e-12), "samples": 100}
+
+
+def test_a_criterion_of_the_script_s_own_is_a_mean_over_samples() -> None:
+    criterion = OverSamples(weight=CLASS_WEIGHTS)
+    with dl.join_world() as world:
+        found = dl.evaluate(nn.Identity(), dl.Batches(labelled("as it is"), 48, world, shuffle=False), loss=criterion)
+    assert found["loss"] == pytest.approx(criterion(*labelled("as it is")).item(), rel=1e-12)
+
+
+class OfOnePart(Dataset[tuple[torch.Tensor]]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.full((2,), float(index)),)
+
+
+def test_samples_of_one_part_leave_the_metric_the_output_alone() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(OfOnePart(), 5, world, shuffle=False)
+        assert dl.evaluate(nn.Identity(), batches, size=lambda output: output.mean(1)) == {"size": 4.5, "samples": 10}
 
 
 def test_a_metric_of_two_kinds_is_refused() -> None:

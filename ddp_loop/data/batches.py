@@ -375,9 +375,9 @@ class Batches:
             return Unused(sum(self._parts.sizes) - self._parts.samples)
         if self._own is not None:
             return self._own.unused
-        if self.length is None or self.steps is None:
+        if self.length is None:
             return None
-        return Unused(max(0, self.length - self.steps * self.batch_size))
+        return Unused(self.length % self.batch_size if self.drop_last else 0)
 
     @property
     def announced(self) -> int:

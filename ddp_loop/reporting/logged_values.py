@@ -170,7 +170,7 @@ class LoggedValues:
             self._has_shared = True
             self.run.warn(
                 f"Several evaluations of step {iteration} have a metric {shared[0]}. Tables, the page and sweeps take "
-                f"the last one's. Name the others' otherwise, as evaluate(..., train_{shared[0]}=...)."
+                f"the last one's. Give the others names of their own, as evaluate(..., train_{shared[0]}=...)."
             )
         known.append(line)
         self._write_line(EVALUATIONS, line)

@@ -581,5 +581,5 @@ class RunRecorder:
         newest = "" if self.checkpointer is None else self.checkpointer.newest
         kept = f"checkpoint {newest}" if newest else "no checkpoint"
         words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
-        knows_command = newest and not sys.is_finalizing()  # Python drops sys.argv at its end
-        return f"{words}\n{words_to_go_on()}" if knows_command else words
+        has_command = not sys.is_finalizing()  # Python drops sys.argv at its end
+        return f"{words}\n{words_to_go_on()}" if newest and has_command else words

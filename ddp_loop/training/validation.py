@@ -251,7 +251,6 @@ def bad_loss(loss: object) -> ValueError:
 
 
 TORCHS_SUM = 2  # at::Reduction::Sum, which torch's losses keep for their backward
-_FLOAT32_BYTES = 4
 _MOST_EXACT = 2**24  # numbers that float32 can count
 
 
@@ -302,7 +301,7 @@ def refuse_partial_mean(made_by: Node | None) -> None:
         labels = saved_by(part, "target")
         if not isinstance(divisor, torch.Tensor) or not isinstance(labels, torch.Tensor):
             continue
-        is_exact = divisor.dtype.itemsize >= _FLOAT32_BYTES and labels.numel() < _MOST_EXACT
+        is_exact = divisor.dtype.itemsize >= torch.float32.itemsize and labels.numel() < _MOST_EXACT
         if is_exact and not is_asynchronous(divisor) and divisor.item() < labels.numel():
             raise ValueError(
                 f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "

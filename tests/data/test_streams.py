@@ -220,7 +220,7 @@ class Torn(Rows):
             yield row
 
 
-OTHERS: dict[Any, str] = {  # the length of rank 1's stream; those of the others have 23 samples
+OTHERS: dict[Any, str] = {  # the length of rank 1's stream; the other ranks have 23 samples
     11: "In mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream",
     18: "In mini-batch 3 of epoch 1 it ended on 1 of 3 ranks",
     29: "In mini-batch 4 of epoch 1 it ended on 2 of 3 ranks",

@@ -170,7 +170,7 @@ def told(folder: Path, ranks: int, culprit: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "culprit", "workers"),  # those of a DataLoader live on
+    ("way", "culprit", "workers"),  # a DataLoader's processes live on
     [
         ("memory", 1, 0),
         pytest.param("memory", 0, 1, marks=pytest.mark.slow),

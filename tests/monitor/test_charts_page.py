@@ -53,7 +53,7 @@ def test_marks_legend_and_pointer_tell_runs_apart(visit: Any, runs: Path) -> Non
         until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
         assert json.loads(one.chart("loss", "marked")) == ["run-0", "run-1", "run-2"]  # each in its colour
         one.page.locator(".line[data-run='run-1'] .open").hover()
-        until(lambda: json.loads(one.chart("loss", "marked")) == ["run-1"], "those of the run that stands out")
+        until(lambda: json.loads(one.chart("loss", "marked")) == ["run-1"], "the run that stands out is marked")
 
         legend = one.page.locator(".legend button")
         assert legend.all_inner_texts() == ["run-0", "run-1", "run-2"]

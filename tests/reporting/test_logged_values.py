@@ -150,7 +150,7 @@ def test_evaluations_of_an_iteration_with_other_results_are_all_written(tmp_path
     logged.close()
     assert said == [
         "Several evaluations of step 4 have a metric accuracy. Tables, the page and sweeps take the last one's. "
-        "Name the others' otherwise, as evaluate(..., train_accuracy=...)."
+        "Give the others names of their own, as evaluate(..., train_accuracy=...)."
     ]
     *lines, last = lines_of(tmp_path / "evaluations.jsonl")
     found = [(line["accuracy"], line["samples"]) for line in lines]

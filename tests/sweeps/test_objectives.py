@@ -52,7 +52,7 @@ def test_an_epoch_whose_steps_were_all_skipped_has_no_finite_value(tmp_path: Pat
     skipped = [row(k, 1, None) | {"skipped": 1} for k in (3, 4)]
     write(tmp_path / "rows.jsonl", row(1, 0, 4.0), row(2, 0, 2.0), *skipped)
     assert str(reader.poll()) == "[(2, 3.0), (4, nan)]"
-    assert str(reader.value) == "nan"  # and not that of the epoch before
+    assert str(reader.value) == "nan"  # and not the value of the epoch before
 
 
 def test_evaluations_are_reported_one_by_one(tmp_path: Path) -> None:

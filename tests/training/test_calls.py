@@ -8,7 +8,7 @@ MOST = 120, 13, 56  # calls, files, changes of file; by Python 3.11, where a lis
 
 
 def test_a_step_can_be_read_in_one_sitting_and_has_the_same_calls_each_time() -> None:
-    count(rows=False)  # fills the caches, such as that of the control word; with rows the clock decides when some go on
+    count(rows=False)  # fills the caches, such as the control word's; with rows the clock decides when some go on
     once, again = count(rows=False), count(rows=False)
     found = len(once.codes), len(set(once.files)), once.changes
     assert all(one <= most for one, most in zip(found, MOST, strict=True)), (found, MOST)

@@ -91,7 +91,7 @@ def test_what_is_no_config_is_refused_on_every_rank(configs: list[Any], said: st
 
 
 def make_loop(world: dl.World, folder: str, configs: list[Any]) -> None:
-    """Of each rank its config; the last one is that of all further ranks."""
+    """Each rank's config; all further ranks have the last one."""
     loop_over(world, folder, network(), config=configs[min(world.rank, len(configs) - 1)], run_dir=None)
 
 
