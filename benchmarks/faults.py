@@ -25,7 +25,7 @@ from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from benchmarks.models import mlp
 from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, our_step
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
-from ddp_loop.training.control import CONTROL_LENGTH, ControlDecision, ControlWord, control_tensor
+from ddp_loop.training.step import CONTROL_LENGTH, ControlDecision, ControlWord, control_tensor
 
 GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
 SAVES = 12  # pairs

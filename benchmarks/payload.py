@@ -163,7 +163,7 @@ def travelling(*, moments: bool | None) -> Iterator[None]:
     """Have statistics travel as moments or as rows in what begins inside; None: as the rules choose."""
     with ExitStack() as ending:
         if moments is not None:
-            ending.enter_context(mock.patch("ddp_loop.training.fold.use_moments", return_value=moments))
+            ending.enter_context(mock.patch("ddp_loop.training.step.use_moments", return_value=moments))
             ending.enter_context(mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", 0 if moments else 10**9))
         yield
 

@@ -339,8 +339,9 @@ class LayerCapture:
 class BatchNormStatistics:
     """Captures the batch statistics of `layers` in the shards of a step and updates their running statistics once.
 
-    `open()` begins a pass. `recording()` starts a shard's list of captures. Its backward runs between `discard()` and
-    `go_on()`, and calls made there (recomputation) are not captured. `stop()` returns the layers to torch.
+    `open()` begins a pass. `recording()` starts a shard's list of captures. `discard()` comes before its backward, in
+    which calls (recomputation) are not captured; after it `captures` is set again, and `others` are restored. `stop()`
+    returns the layers to torch.
 
     Args:
         layers: by name. Layers that share their buffers count as one that is called several times.
@@ -353,6 +354,7 @@ class BatchNormStatistics:
         captures: of the shard at hand; None outside of shards and in their backward.
         called: the layers called in the shard at hand, each with its momentum; None outside of shards.
         groups: for the most calls of each layer, the layers with a first call, those with a second call, ...
+        others: the running statistics of the others, as they were before a backward.
 
     Raises:
         ValueError: layers that share some of their buffers, but not all.
@@ -385,7 +387,7 @@ class BatchNormStatistics:
         self.groups = lru_cache(maxsize=None)(self._make_groups)
         names = list(layers)
         self._names = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
-        self._others = RunningStatsSnapshot(others)
+        self.others = RunningStatsSnapshot(others)
         self._numbers = lru_cache(maxsize=64)(numbers_on)  # counts and momenta, which are few
         self._look_at_buffers()
         self.open()
@@ -459,22 +461,16 @@ class BatchNormStatistics:
             for number, values in captures.unchecked if _is_far(means, variances) else ():
                 first.refine(number, values, *first.parts[number :: 2 * len(self.layers)])
             captures.unchecked = []
-        if self._others.layers:
-            self._others.record(training_only=True)
-
-    def go_on(self, captures: Captures) -> None:
-        """Capture into a shard's list again."""
-        if self._others.layers:
-            self._others.restore()
-        self.captures = captures
+        if self.others.layers:
+            self.others.record(training_only=True)
 
     def stop(self) -> None:
         """End the shard. Layers called from now on update their own statistics, as torch does."""
         called = self.called
         if self.captures is not None and self.captures.unchecked:
             self.discard()
-        if self._others.layers:
-            self._others.restore()
+        if self.others.layers:
+            self.others.restore()
         self.captures = None
         self.called = None
         if called is None or not self.layers or self.problem is not None:

@@ -14,14 +14,13 @@ ranks, brings each shard's row of other values to every rank, and merges these r
 - word: a rank's message to all others in a fold; on a GPU a flag, sent earlier, tells the ranks whether to read the
   word in this fold or before the next pass
 
-Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each; around the fold other
-modules, requests, rows, checks) -> `fold` (one reduction over the ranks) -> `control` (the ranks' decisions in it) ->
-`rows` (the values beside the gradients, and the step's result) -> `gradients` (added up over a rank's shards),
-`buckets` (where they lie and how the ranks sum them) -> `ordered_sum` (in which order) -> `buffers`,
-`batch_norm/capture`, `batch_norm/pooled` (the other merged values) -> `checks` (whether the step counts, and checks
-after it) -> `recorder` (rows, trace, checkpoints).
+Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each; the fold, one reduction
+over the ranks; the ranks' decisions in it; around it other modules, requests, checks) -> `rows` (the values beside the
+gradients, and the step's result) -> `gradients` (added up over a rank's shards), `buckets` (where they lie and how the
+ranks sum them) -> `ordered_sum` (in which order) -> `buffers`, `batch_norm/capture`, `batch_norm/pooled` (the other
+merged values) -> `checks` (whether the step counts, and checks after it) -> `recorder` (rows, trace, checkpoints).
 
-An asynchronous device changes four things: the word is a sum of its own, and is read late (`control`); the device
+An asynchronous device changes four things: the word is a sum of its own, and is read late (`step`); the device
 decides whether values are finite, or the host a step later (`checks`); buffers of the rule "same" and the state are
 looked at a step later, silent writes seldom (`buffers`); batch statistics are not refined (`batch_norm`). Any GPU
 changes the sizes of buckets, and the use of spare memory (`buckets`, `gradients`). With NCCL the ranks finish a sum
@@ -32,10 +31,9 @@ Beside the path: `validation` (checks of arguments), `gather` (losses of the who
 """
 
 from ddp_loop.training.buffers import Buffers, find_buffers
-from ddp_loop.training.fold import Fold
 from ddp_loop.training.loop import Loop
 from ddp_loop.training.rows import StepResult
-from ddp_loop.training.step import Epoch, Step
+from ddp_loop.training.step import Epoch, Fold, Step
 from ddp_loop.training.validation import Sum, check_batches, check_mean, check_synced, refuse_wrapped
 
 __all__ = [

@@ -13,14 +13,12 @@ word, in a backward either, since a rank without a shard has no backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 
 from ddp_loop.data import MiniBatch, Shard, check_end
 from ddp_loop.distributed import World, sendable
-from ddp_loop.training.fold import Fold
 from ddp_loop.training.rows import GATHER_EVERYWHERE
 
 
@@ -159,36 +157,6 @@ class BatchGather:
         if len(set(told)) > 1:
             raise _differ(told)
         return told[0]
-
-    def backward(self, loss: torch.Tensor, fold: Fold) -> None:
-        """Backpropagate a loss of the whole mini-batch: into its own parameters once, into each held shard's outputs.
-
-        The held outputs and their graphs are dropped.
-
-        Args:
-            loss: shape (), the same on every rank.
-            fold: of this pass.
-        """
-        leaves = [rows for rows in self.whole or () if rows.requires_grad]
-        gradients: list[torch.Tensor | None] = []
-        # The loss's own parameters count on one rank alone. That of the first row has a shard; rank 0 may have none.
-        if any(held.shard.samples and held.rows.start == 0 for held in self.held):
-            fold.backward_held(loss, more=True, last=False)
-            gradients = [leaf.grad for leaf in leaves]
-        elif leaves:
-            gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-        for held in self.held:
-            ends = [output for output in held.outputs if output.requires_grad]
-            pairs = zip(ends, gradients, strict=True)
-            # Values of shape () whose gradients with respect to the outputs are these, to the bit.
-            parts = [(end * g[held.rows].conj()).real.sum() for end, g in pairs if g is not None]
-            is_empty = not held.shard.samples
-            if parts:
-                fold.backward_held(reduce(torch.add, parts), last=held is self.held[-1], is_empty=is_empty)
-            elif not is_empty:
-                fold.gradients.finish_shard()
-        self.held = []
-        self.whole = None
 
 
 def _differ(specs: list[TensorSpecs]) -> ValueError:

@@ -761,15 +761,12 @@ class Gradients:
         loss.backward(torch.zeros_like(loss), retain_graph=more)
         set_grads(self._names, before)
 
-    def finish_shard(self, *, skipped: bool = False, factor: float | torch.Tensor | None = None) -> None:
-        """Finish a shard with the gradients that it has; raises where a `skipped` one has any of the script's own.
+    def finish_shard(self, *, factor: float | torch.Tensor | None = None) -> None:
+        """Finish a shard with the gradients that it has.
 
         Args:
-            skipped: whether its loss counts for nothing, and had no backward.
             factor: by which gradients that are rounded after the fold are still to be multiplied.
         """
-        if skipped and (error := self._find_tampered()) is not None:
-            raise error
         current = self.current
         buckets = current.buckets[current.next :]
         shown: dict[str, torch.Tensor] = {}

@@ -18,10 +18,9 @@ from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.checks import StepChecks
-from ddp_loop.training.fold import Fold
 from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import RunRecorder, open_trace
-from ddp_loop.training.step import Epoch, Job, Step
+from ddp_loop.training.step import Epoch, Fold, Job, Step
 from ddp_loop.training.validation import OnNonFinite, check_arguments, check_batches, check_state
 
 

@@ -45,7 +45,6 @@ from ddp_loop.reporting import (
 )
 from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
-from ddp_loop.training.fold import Fold
 from ddp_loop.training.rows import StepResult
 from ddp_loop.training.validation import parts_of
 
@@ -275,10 +274,24 @@ class RunRecorder:
                 rows.flush_ready()
 
     def begin_row(
-        self, mini_batch: MiniBatch, result: StepResult, fold: Fold, batches: Batches, *, skips: bool
+        self,
+        mini_batch: MiniBatch,
+        result: StepResult,
+        batches: Batches,
+        gradient_norm: Callable[[int], torch.Tensor | None],
+        *,
+        waited_s: float,
+        skips: bool,
     ) -> None:
-        """Begin the row of a step whose first pass was folded."""
-        if not self._report.record_wait(fold.control.waited.seconds):
+        """Begin the row of a step whose first pass was folded.
+
+        Args:
+            mini_batch, result, batches: of the step, and of the loop.
+            gradient_norm: called with the iteration, `Fold.gradient_norm`.
+            waited_s: for how long this rank has waited for others in all folds.
+            skips: whether steps that are not finite are skipped.
+        """
+        if not self._report.record_wait(waited_s):
             return
         names = ["loss", *result.names]
         values = [result.values]
@@ -287,7 +300,7 @@ class RunRecorder:
             values.insert(0, result.total.reshape(1))
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         beside = {f"{RATE}_{n}" if n else RATE: group["lr"] for n, group in enumerate(groups) if "lr" in group}
-        if (norm := fold.gradient_norm(self._where.iteration)) is not None:
+        if (norm := gradient_norm(self._where.iteration)) is not None:
             beside[NORM] = norm
         if skips:
             beside["skipped"] = result.is_bad

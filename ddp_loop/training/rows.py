@@ -20,19 +20,16 @@ among them, so ranks in different known modes are found without an exchange, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
-from numbers import Real
 from operator import attrgetter, le
 
 import torch
-from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from ddp_loop.accelerators import is_asynchronous, sent
+from ddp_loop.accelerators import sent
 from ddp_loop.batch_norm import BatchNormStatistics, Captures, PooledStatistics
 from ddp_loop.data import Shard
 from ddp_loop.distributed import IDENTITY, World, fill_identity, merge, sendable
@@ -41,15 +38,7 @@ from ddp_loop.training.buffers import Buffers, weighted_mean
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.validation import (
-    REFUSED_NAMES,
-    TORCHS_SUM,
-    Sum,
-    Value,
     Weight,
-    check_mean,
-    refuse_partial_mean,
-    refuse_sum,
-    reserved_names,
 )
 
 Places = tuple[str, str]  # of two shards or ranks, in words
@@ -214,42 +203,6 @@ def _sample_fractions(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.
     return sent(fractions(torch.tensor(sizes, dtype=dtype, device="cpu")), device)
 
 
-def as_metric(name: str, value: Value, samples: int, device: torch.device) -> torch.Tensor:
-    """A shard's metric as a new float64 tensor, shape (): the mean over its samples, or their sum.
-
-    Args:
-        name: of the metric.
-        value: one value for the shard, or one per sample, shape (n,).
-        samples: n, of the shard.
-        device: of the loss.
-
-    Raises:
-        ValueError: another shape.
-    """
-    what = "sum" if isinstance(value, Sum) else "mean"
-    if isinstance(value, Sum) and value.over is not None:
-        raise ValueError(f"step.backward takes no dl.Sum with over=. {name} is one. Pass its mean, and weight=.")
-    number = value.value if isinstance(value, Sum) else value
-    if not isinstance(number, torch.Tensor):
-        if not isinstance(number, Real):
-            raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}. Convert it.")
-        if what == "mean":
-            check_mean(name, number, samples)
-        return torch.full((), float(number), dtype=torch.float64, device=device)
-    if what == "mean" and number.dim() == 0 and not number.is_floating_point():
-        check_mean(name, number, samples)
-    number = number.detach()
-    if number.dim() and number.shape != (samples,):
-        raise ValueError(
-            f"A metric must be one value, the shard's {what}, or one per sample, shape ({samples},). "
-            f"{name} has shape {tuple(number.shape)}. Take its {what}."
-        )
-    reduced = number.sum(dtype=torch.float64) if what == "sum" else number.mean(dtype=torch.float64)
-    if reduced.device != device and not is_asynchronous(reduced):  # a copy from the host would hold it up
-        return torch.full((), reduced.item(), dtype=torch.float64, device=device)
-    return reduced.to(device)
-
-
 @dataclass(slots=True)
 class ShardRecord:
     """What one shard leaves for the fold, beside its gradients."""
@@ -265,57 +218,6 @@ class ShardRecord:
     failed: bool = False  # a backward raised, perhaps with parts of its gradients made
     held: bool = False  # its outputs wait for a loss of the whole mini-batch
     modes: Modes = ()  # when its backward began
-
-    def add(
-        self,
-        value: torch.Tensor,
-        weight: Weight | None,
-        reduction: str,
-        metrics: dict[str, Value],
-        made_by: Node | None,
-        iteration: int,
-    ) -> Weight:
-        """Record a loss and its metrics; returns the shard's weight.
-
-        Args:
-            value: of the loss, shape (), a tensor of this record's own.
-            weight, reduction, metrics: as given to `Step.backward`.
-            made_by: the operation whose result the loss is.
-            iteration: of the step.
-
-        Raises:
-            ValueError: torch's sum over samples as their mean, its mean over something else without a weight, a
-                reserved metric name, or another weight or reduction than the shard's first loss had.
-        """
-        if not REFUSED_NAMES.isdisjoint(metrics):
-            raise reserved_names(metrics)
-        if reduction == "mean" and not self.losses:
-            if getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha"):
-                refuse_sum(made_by, self.shard.samples)  # one of torch's losses, or several added up
-            if weight is None and not iteration & (iteration - 1):  # a power of two: in most steps it takes no time
-                refuse_partial_mean(made_by)
-        former = self.weight
-        if self.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
-            weight = weight.where(weight == former, math.nan)  # the guard finds it one step later
-        elif self.losses and (isinstance(weight, torch.Tensor) or isinstance(former, torch.Tensor) or weight != former):
-            raise ValueError(
-                f"All losses of a shard must have the same weight. Got {weight} after {former}. Multiply the loss "
-                "itself by a factor."
-            )
-        if self.losses and ("loss" in self.summed) != (reduction == "sum"):
-            raise ValueError(
-                f"All losses of a shard must have the same reduction. Got {reduction!r} after another one. Divide the "
-                "sum by what it is over, or multiply the mean by it."
-            )
-        summed = self.summed
-        samples = self.shard.samples
-        for name, metric in metrics.items():
-            self.metrics[name] = as_metric(name, metric, samples, value.device)
-            summed = summed | {name} if isinstance(metric, Sum) else summed - {name}
-        self.losses.append(value)
-        self.weight = weight
-        self.summed = summed | {"loss"} if reduction == "sum" else summed
-        return samples if weight is None else weight
 
 
 def use_moments(

@@ -1,58 +1,151 @@
 """One step: this rank's shards of a mini-batch, a backward for each, and the fold that makes them one.
 
-Beside it what all steps of a loop have in common: what they train, what is asked in each fold, what checks them.
+To be read from top to bottom: `Step`, what a script calls; `Fold`, one reduction over shards and ranks; `ControlWord`,
+on whose sum all ranks decide in it; `Job`, what the steps of a loop have in common.
+
+The control word is a few integers of each rank. On the CPU it rides in the sum of the gradients, and is read with it.
+The extras of the last bucket are, in this order:
+
+    has a problem | has something new | its stream ends | stop | save | batch | batch^2 | ran | modes | modes^2 |
+    announced values | for each planned parameter whether it got a gradient | the rows of all shards
+
+On a GPU the extras are the rows alone, and the word, without them, is a sum of its own.
+
+[Note: Late words] On a GPU the word travels beside the gradients, over the CPU, and a host that read it in its own fold
+would wait until every other host has come there. So before the backward of its last shard, a rank sends a flag: whether
+all ranks must read the word of this pass in its fold. It is set where the rank has a problem, a request or something
+that the layout has no room for, since then the update depends on it. Otherwise the word can only contain an error, and
+is read before the next pass sends anything, or before any other collective. So the fold waits only for ranks whose last
+backward has not begun, and a rank is never more than one fold ahead of another one. Three ranks read the word in the
+fold without the others: one with an error, one whose stream ends, and one whose shards left a parameter without a
+gradient, which does not know whether other ranks gave it one.
+
+The first pass of a `Fold` has no flag: all ranks read its word in the fold, and before its sums they ask each other for
+problems. So a rank that folds there meets one that gathers in the same collective. Passes after a hold, and with synced
+batch norm, have none either, since their ranks wait for each other anyway.
+
+No rank starts anything between a pass's word and its reading. So the ranks stay in one order of collectives, whichever
+of them reads early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+import math
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from operator import is_, itemgetter, methodcaller
-from typing import Any
+from functools import lru_cache, partial, reduce
+from itertools import chain, compress
+from numbers import Real
+from operator import attrgetter, is_, itemgetter, methodcaller, not_
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import Node
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_loop.batch_norm import ENDS_LOOP, CallMismatch, find_sync_channels
-from ddp_loop.data import Batches, LoadedBatch, LoopPosition, ReadAhead
+from ddp_loop.accelerators import is_asynchronous
+from ddp_loop.batch_norm import (
+    ENDS_LOOP,
+    BatchNormStatistics,
+    CallMismatch,
+    RunningStatsSnapshot,
+    batch_norm_layers,
+    custom_norms,
+    find_sync_channels,
+    is_synced,
+    other_norm_layers,
+)
+from ddp_loop.data import (
+    Announcement,
+    Batches,
+    LoadedBatch,
+    LoopPosition,
+    MiniBatch,
+    ReadAhead,
+    Shard,
+    check_end,
+    check_first,
+)
 from ddp_loop.determinism import Leaf, seed_shard, seed_step
 from ddp_loop.distributed import (
+    IDENTITY,
     PeerFailed,
+    Work,
+    World,
     check_layout,
     check_structure,
     each_module,
     find_modules,
     find_parameters,
     find_tensors,
+    listed,
 )
-from ddp_loop.training.checks import NEVER, StepChecks
-from ddp_loop.training.control import NO_REQUEST, ControlRequest
-from ddp_loop.training.fold import Fold
+from ddp_loop.training.buckets import Bucketing, bucket_sizes
+from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
+from ddp_loop.training.checks import NEVER, NonFiniteGuard, StepChecks
 from ddp_loop.training.gather import BatchGather, GatherAgreement
+from ddp_loop.training.gradients import Gradients
+from ddp_loop.training.ordered_sum import rank_order, tree_order
 from ddp_loop.training.recorder import RunRecorder
-from ddp_loop.training.rows import ShardRecord, StepResult, as_metric
+from ddp_loop.training.rows import (
+    Modes,
+    RowLayout,
+    Rows,
+    ShardRecord,
+    StepResult,
+    agreed,
+    layout_of,
+    now_evaluated,
+    require_alike,
+    use_moments,
+)
 from ddp_loop.training.validation import (
     REFUSED_NAMES,
+    TORCHS_SUM,
     Reduction,
+    Sum,
     Value,
     Weight,
     bad_loss,
+    check_mean,
     check_synced,
     check_trainable,
     check_weight,
     enabled_scalers,
     explain,
+    find_scale,
     parts_of,
+    refuse_partial_mean,
+    refuse_sum,
+    refuse_wrapped,
     reserved_names,
 )
 
+SendNothing = Callable[[int | None, AbstractContextManager[object]], None]  # see `Gradients.leaving`
+PROBLEM = 0  # its position in the word
+CONTROL_LENGTH = 10  # without announced values and parameters
+EVALUATED = (
+    "Steps should train a model in training mode. From step {step} on {names} is in evaluation mode, after steps in "
+    "training mode: dropout is off, and batch norm uses its running statistics. Call train() after an evaluation."
+)
+_OPEN = (
+    "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
+    "step.fold()."
+)
 _VALUES = methodcaller("values")  # those of a scripted module are no dicts
 _PARAMS = itemgetter("params")
+_DONE = attrgetter("done")
+_TRAINING = attrgetter("training")
+_NUMBER = attrgetter("number")
+_SHARD_NUMBER = attrgetter("shard.number")
 
 
 class _LeftLoop(RuntimeError):
@@ -245,7 +338,7 @@ class Step:
             raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
         weight = None if weight is None else check_weight(weight)
         value = job.fold.unscaled(loss) if job.fold.scalers else loss.detach().clone()
-        size = record.add(value, weight, reduction, metrics, made_by=loss.grad_fn, iteration=self.iteration)
+        size = _add_loss(record, value, weight, reduction, metrics, loss.grad_fn, self.iteration)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)
@@ -335,7 +428,7 @@ class Step:
         fold = self._job.fold
         value = fold.unscaled(loss)
         values = {name: as_metric(name, metric, self.samples, loss.device) for name, metric in metrics.items()}
-        self._gather.backward(loss, fold)
+        fold.backward_whole(loss, self._gather)
         fold.finish_held(value, values)
 
     def fold(self) -> StepResult:
@@ -490,7 +583,9 @@ class Step:
         is_first = self.passes == 0
         self.passes += 1
         if recorder.has_rows and is_first:
-            recorder.begin_row(mini_batch, result, fold, job.batches, skips=job.checks.guard.skips)
+            waited_s = fold.control.waited.seconds
+            skips = job.checks.guard.skips
+            recorder.begin_row(mini_batch, result, job.batches, fold.gradient_norm, waited_s=waited_s, skips=skips)
         elif recorder.has_rows:
             recorder.extend_row(result, self.passes)
         for check in job.checks.each if is_first else (job.checks.guard,):
@@ -498,6 +593,924 @@ class Step:
                 check.after(result, mini_batch)
         world.stage = "optimizer"
         return result
+
+
+def as_metric(name: str, value: Value, samples: int, device: torch.device) -> torch.Tensor:
+    """A shard's metric as a new float64 tensor, shape (): the mean over its samples, or their sum.
+
+    Args:
+        name: of the metric.
+        value: one value for the shard, or one per sample, shape (n,).
+        samples: n, of the shard.
+        device: of the loss.
+
+    Raises:
+        ValueError: another shape.
+    """
+    what = "sum" if isinstance(value, Sum) else "mean"
+    if isinstance(value, Sum) and value.over is not None:
+        raise ValueError(f"step.backward takes no dl.Sum with over=. {name} is one. Pass its mean, and weight=.")
+    number = value.value if isinstance(value, Sum) else value
+    if not isinstance(number, torch.Tensor):
+        if not isinstance(number, Real):
+            raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}. Convert it.")
+        if what == "mean":
+            check_mean(name, number, samples)
+        return torch.full((), float(number), dtype=torch.float64, device=device)
+    if what == "mean" and number.dim() == 0 and not number.is_floating_point():
+        check_mean(name, number, samples)
+    number = number.detach()
+    if number.dim() and number.shape != (samples,):
+        raise ValueError(
+            f"A metric must be one value, the shard's {what}, or one per sample, shape ({samples},). "
+            f"{name} has shape {tuple(number.shape)}. Take its {what}."
+        )
+    reduced = number.sum(dtype=torch.float64) if what == "sum" else number.mean(dtype=torch.float64)
+    if reduced.device != device and not is_asynchronous(reduced):  # a copy from the host would hold it up
+        return torch.full((), reduced.item(), dtype=torch.float64, device=device)
+    return reduced.to(device)
+
+
+def _add_loss(
+    record: ShardRecord,
+    value: torch.Tensor,
+    weight: Weight | None,
+    reduction: str,
+    metrics: dict[str, Value],
+    made_by: Node | None,
+    iteration: int,
+) -> Weight:
+    """Record a shard's loss and its metrics; returns the shard's weight.
+
+    Args:
+        record: of the shard.
+        value: of the loss, shape (), a tensor of the record's own.
+        weight, reduction, metrics: as given to `Step.backward`.
+        made_by: the operation whose result the loss is.
+        iteration: of the step.
+
+    Raises:
+        ValueError: torch's sum over samples as their mean, its mean over something else without a weight, a
+            reserved metric name, or another weight or reduction than the shard's first loss had.
+    """
+    if not REFUSED_NAMES.isdisjoint(metrics):
+        raise reserved_names(metrics)
+    if reduction == "mean" and not record.losses:
+        if getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha"):
+            refuse_sum(made_by, record.shard.samples)  # one of torch's losses, or several added up
+        if weight is None and not iteration & (iteration - 1):  # a power of two: in most steps it takes no time
+            refuse_partial_mean(made_by)
+    former = record.weight
+    if record.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
+        weight = weight.where(weight == former, math.nan)  # the guard finds it one step later
+    elif record.losses and (isinstance(weight, torch.Tensor) or isinstance(former, torch.Tensor) or weight != former):
+        raise ValueError(
+            f"All losses of a shard must have the same weight. Got {weight} after {former}. Multiply the loss "
+            "itself by a factor."
+        )
+    if record.losses and ("loss" in record.summed) != (reduction == "sum"):
+        raise ValueError(
+            f"All losses of a shard must have the same reduction. Got {reduction!r} after another one. Divide the "
+            "sum by what it is over, or multiply the mean by it."
+        )
+    summed = record.summed
+    samples = record.shard.samples
+    for name, metric in metrics.items():
+        record.metrics[name] = as_metric(name, metric, samples, value.device)
+        summed = summed | {name} if isinstance(metric, Sum) else summed - {name}
+    record.losses.append(value)
+    record.weight = weight
+    record.summed = summed | {"loss"} if reduction == "sum" else summed
+    return samples if weight is None else weight
+
+
+class FoldEvents(Protocol):
+    """What a fold asks of the loop, and calls while it waits."""
+
+    def take_requests(self) -> ControlRequest:
+        """What this rank asks of all, at a fold; once."""
+
+    def while_reducing(self) -> None:
+        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
+
+
+class _NoEvents:
+    """A fold without a loop."""
+
+    def take_requests(self) -> ControlRequest:
+        return NO_REQUEST
+
+    def while_reducing(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class FoldPass:
+    """One pass over a mini-batch's shards, but for its gradients; a new object for each.
+
+    Attributes:
+        opened_by: its step, between its first shard and its fold.
+        gathers: whether an earlier pass had held outputs.
+        decision: of all ranks at its fold.
+        had_gradients: whether its fold left any.
+        records, empty: what its shards left, and a rank without a shard, under synced batch norm.
+        loss_scale: of a GradScaler.
+        raw: the collectives of the script as the first shard began.
+        request: of this rank, where its flag was sent.
+    """
+
+    opened_by: object = None
+    gathers: bool = False
+    decision: ControlDecision | None = None
+    had_gradients: bool = False
+    records: list[ShardRecord] = field(default_factory=list)
+    empty: ShardRecord | None = None
+    loss_scale: torch.Tensor | None = None
+    raw: int = 0
+    request: ControlRequest | None = None
+
+
+class Fold:
+    """Reduces the results of a step's shards over shards and ranks, in the same order on every rank.
+
+    A pass is `open`; `begin_shard`, `backward` and `end_shard` for each shard; then `close`.
+
+    Args:
+        modules: by name, with the job's batch-norm layers and buffers.
+        parameters: by name, of the modules and of the optimizers.
+        world: from `join_world`.
+        announced: the number of values that a rank announces in the control word; see `Announcement`.
+        shards: S, of each mini-batch. With one, torch's own running statistics already cover the whole mini-batch, and
+            travel as ordinary buffers.
+        carried: the number of shards of each rank; by default `split_sizes(S, ranks)`.
+        ordered: add gradients up in an order that follows from S alone, for the same bits on any number of ranks.
+        bucket_cap_mib: the size of the gradient buckets; None as in `Loop`.
+        buffer_reduction: rules for single buffers, by name.
+        guard: judges steps that are not finite; None allows them.
+        scalers: by which losses may be multiplied; results and rows are without their factor.
+        events: called around each fold.
+        former: the fold that this one replaces, released; its control word is taken over.
+        averaged: parameters of averaged copies, which never need a gradient.
+        watch: called with each shard's number on this rank and its gradients by name.
+        reduce_dtype: the dtype in which gradients of a lower precision are added up, over shards and ranks; then they
+            are rounded to the parameters' dtype. None for the parameters' dtype.
+
+    Raises:
+        ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
+
+    Attributes:
+        current: the pass that is open, or the last one.
+        control: on whose sum all ranks decide.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, Parameter],
+        world: World,
+        *,
+        shards: int,
+        announced: int = 0,
+        carried: tuple[int, ...] | None = None,
+        ordered: bool = False,
+        bucket_cap_mib: float | None = None,
+        buffer_reduction: Mapping[str, BufferReduction] | None = None,
+        guard: NonFiniteGuard | None = None,
+        scalers: Sequence[GradScaler] = (),
+        events: FoldEvents | None = None,
+        averaged: Collection[Parameter] = (),
+        watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
+        former: Fold | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        refuse_wrapped(modules)
+        layers = batch_norm_layers(modules) if shards > 1 else {}
+        self.modules = each_module(modules)  # whose modes must be the same in all shards
+        custom = custom_norms(self.modules.values())
+        others = [*other_norm_layers(modules, layers), *(norm.module for norm in custom if shards == 1)]
+        order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
+        self._world = world
+        self._events = _NoEvents() if events is None else events
+        self._guard = guard
+        self.scalers = scalers
+        self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
+        synced = {layer for layer in self.modules.values() if is_synced(layer)}  # these move their statistics
+        doubles = any(parameter.dtype == torch.float64 for parameter in parameters.values())
+        dtype = torch.float64 if doubles else torch.float32  # of statistics, losses and metrics
+        sizes = bucket_sizes(bucket_cap_mib, world.device)
+        self.gradients = Gradients(
+            parameters,
+            Bucketing(world, order, sizes, dtype, reduce_dtype),
+            averaged=averaged,
+            synced=bool(self.sync_channels),
+            takes_hooks=shards == 1,
+            watch=watch,
+        )
+        self._statistics = BatchNormStatistics(layers, custom if shards > 1 else [], others)
+        self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
+        found = find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {})
+        self._buffers = Buffers(found, is_whole=shards == world.size == 1)
+        as_moments = use_moments(self._statistics, shards, set(parameters.values()).difference(averaged), dtype)
+        self._make_rows = partial(Rows, self._statistics, self._buffers, world, order, dtype, as_moments)
+        self._rows: Rows | None = None  # of the layout that the ranks have agreed on
+        self.current = FoldPass()
+        self.control: ControlWord = ControlWord(world, announced) if former is None else former.control
+
+    def check_pending(self) -> None:
+        """Raise the error in the last step's buffers that a GPU reports late; the same on every rank.
+
+        Raises:
+            ValueError: shards changed a buffer of the rule "same" differently.
+        """
+        self._buffers.settle()
+
+    def release(self) -> None:
+        """Remove all hooks."""
+        self.gradients.release()
+        self._statistics.release()
+        self._events = _NoEvents()  # the loop's job, which holds this fold: both would wait for the garbage collector
+
+    # -- a pass over the shards ----------------------------------------------------------------------------
+
+    def open(self, step: object = None, *, gathers: bool = False) -> None:
+        """Begin a pass over the shards of a mini-batch.
+
+        Args:
+            step: whose pass it is; None without a `Step`.
+            gathers: whether an earlier pass had held outputs.
+        """
+        has_flags = self._rows is not None and not gathers and not self.sync_channels  # as all ranks know alike
+        self.control.open(has_flags=has_flags)
+        self._world.blocked_because = _OPEN
+        self.current = FoldPass(step or self, gathers)
+        self.gradients.open()
+        if self._buffers.found:
+            self._buffers.open()
+        self._statistics.open()
+        if self._snapshot.layers:
+            self._snapshot.record()
+
+    def begin_shard(self, shard: Shard | None) -> ShardRecord:
+        """Begin a shard's forward, with the buffers of the pass's start; its backward comes before `end_shard`.
+
+        Args:
+            shard: None on a rank without one, which takes part in synced batch norm.
+
+        Raises:
+            RuntimeError: an earlier shard of this rank called torch.distributed itself.
+        """
+        current = self.current
+        if self._world.size > 1 and len(self.gradients.bucketing.order.mine) > 1:
+            # The package's own sums begin in the last backward.
+            made = self._world.count_raw_collectives()
+            if not current.records:
+                current.raw = made
+            elif made != current.raw:
+                raise RuntimeError(
+                    "A shard must not call torch.distributed where a rank has several shards. Such a collective "
+                    "combines one shard of each rank, not the whole mini-batch, and waits for ranks with fewer shards. "
+                    f"This step's earlier shards made {made - current.raw}. Use step.hold and step.gather, or a rule "
+                    "for the buffer (docs/buffers.md), or one shard per rank."
+                )
+        record = ShardRecord(shard or Shard(0, 0, 0), self._statistics.recording())
+        if shard is None:
+            current.empty = record
+        else:
+            current.records.append(record)
+        return record
+
+    def end_shard(self, record: ShardRecord) -> None:
+        """End a shard, even if it raised: take the buffers that it changed. Held outputs have their backward later.
+
+        Args:
+            record: of the shard.
+        """
+        self._statistics.stop()
+        if self._buffers.found:
+            is_done = record.done or record.held
+            record.changed_buffers = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
+
+    def modes(self) -> Modes:
+        """The modules in evaluation mode now, by name."""
+        return tuple(compress(self.modules, map(not_, map(_TRAINING, self.modules.values()))))
+
+    def unscaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss's value without a GradScaler's factor, as a new tensor, shape ()."""
+        value = loss.detach()
+        if (scale := find_scale(loss, self.scalers)) is not None:
+            self.current.loss_scale = scale = scale.clone()  # the scaler writes it in place
+            return value.to(torch.promote_types(value.dtype, torch.float32)) / scale
+        return value.clone()  # the script may reuse the tensor for the next shard
+
+    def backward(
+        self, record: ShardRecord, loss: torch.Tensor, factor: Weight, *, last: bool, more: bool = False
+    ) -> None:
+        """Backpropagate `factor` times a shard's loss; a factor of 0 adds exactly 0.
+
+        Args:
+            record, loss, factor: of the shard; shape (); its share of the mini-batch.
+            last, more: whether the rank has no further shard; whether the shard has another loss.
+
+        Raises:
+            RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
+        """
+        record.failed = True  # stays True if backward raises
+        record.modes = () if all(map(_TRAINING, self.modules.values())) else self.modes()
+        self._statistics.discard()
+        if self.current.gathers:
+            last = False  # no sum begins before the ranks' word: [Note: One word a pass] in `gather`
+        if last and self.control.owes_flag:
+            self._send_flag(None)
+        if not isinstance(factor, torch.Tensor) and factor == 0:  # what the loss reaches gets gradients of 0, not None
+            factor = torch.zeros((), device=loss.device)
+        if self.sync_channels and isinstance(factor, torch.Tensor):
+            with ExitStack() as ending:
+                for channel in self.sync_channels:
+                    ending.enter_context(channel.masking(factor == 0))
+                self.gradients.backward(loss, factor, last=last, more=more)
+        else:
+            self.gradients.backward(loss, factor, last=last, more=more)
+        record.done = not more
+        record.failed = False
+        self._statistics.captures = record.captures
+        if self._statistics.others.layers:
+            self._statistics.others.restore()
+
+    def backward_empty(self, record: ShardRecord, loss: torch.Tensor, *, more: bool) -> None:
+        """Backpropagate on a rank without samples, only to join the collectives in it; its gradients are discarded."""
+        self._statistics.discard()
+        self.gradients.backward_empty(loss, more=more)
+        record.done = not more
+        self._statistics.captures = record.captures
+        if self._statistics.others.layers:
+            self._statistics.others.restore()
+
+    def backward_whole(self, loss: torch.Tensor, gather: BatchGather) -> None:
+        """Backpropagate a loss of the whole mini-batch: into its own parameters once, into each held shard's outputs.
+
+        The held outputs and their graphs are dropped.
+
+        Args:
+            loss: shape (), the same on every rank.
+            gather: of this pass.
+        """
+        leaves = [rows for rows in gather.whole or () if rows.requires_grad]
+        gradients: list[torch.Tensor | None] = []
+        # The loss's own parameters count on one rank alone. That of the first row has a shard; rank 0 may have none.
+        if any(held.shard.samples and held.rows.start == 0 for held in gather.held):
+            self._backward_held(loss, more=True, last=False)
+            gradients = [leaf.grad for leaf in leaves]
+        elif leaves:
+            gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        for held in gather.held:
+            ends = [output for output in held.outputs if output.requires_grad]
+            pairs = zip(ends, gradients, strict=True)
+            # Values of shape () whose gradients with respect to the outputs are these, to the bit.
+            parts = [(end * g[held.rows].conj()).real.sum() for end, g in pairs if g is not None]
+            is_empty = not held.shard.samples
+            if parts:
+                self._backward_held(reduce(torch.add, parts), last=held is gather.held[-1], is_empty=is_empty)
+            elif not is_empty:
+                self.gradients.finish_shard()
+        gather.held = []
+        gather.whole = None
+
+    def _backward_held(self, loss: torch.Tensor, *, last: bool, more: bool = False, is_empty: bool = False) -> None:
+        """Backpropagate into a shard's held outputs; of an empty one as in `backward_empty`."""
+        self._statistics.recording()
+        self._statistics.discard()
+        if last and self.control.owes_flag:
+            self.control.flag()
+        try:
+            with self._buffers.untouched():
+                if is_empty:
+                    self.gradients.backward_empty(loss, more=more)
+                else:
+                    self.gradients.backward(loss, 1.0, last=last, more=more)
+        finally:
+            self._statistics.stop()
+
+    def finish_held(self, value: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
+        """Give all shards the values of the loss of the whole mini-batch, after its last backward."""
+        for record in filter(None, (*self.current.records, self.current.empty)):
+            record.losses = [value]
+            record.metrics = metrics
+            record.done = True
+
+    def unfinished(self, shards: Sequence[Shard]) -> list[int]:
+        """The numbers of the shards without a last backward in this pass, or of the empty one."""
+        if (empty := self.current.empty) is not None and not empty.done:
+            return [empty.shard.number]
+        done = map(_SHARD_NUMBER, filter(_DONE, self.current.records))
+        return sorted(set(map(_NUMBER, shards)).difference(done))
+
+    @contextmanager
+    def between_shards(self) -> Iterator[None]:
+        """Allow collectives after the last shard's forward; all ranks run them. Every rank must call this."""
+        for channel in self.sync_channels:
+            channel.send_control()
+        self._world.blocked_because = None
+        self.control.read_last()
+        try:
+            yield
+        finally:
+            self._world.blocked_because = _OPEN
+
+    # -- the fold ------------------------------------------------------------------------------------------
+
+    def end_pass(self) -> None:
+        """Allow collectives again; raises where synced layers ran in different orders. Every rank must call this."""
+        self.current.opened_by = None
+        self._world.blocked_because = None
+        for channel in self.sync_channels:
+            channel.send_control()
+
+    def close(self, mini_batch: MiniBatch, iteration: int, problem: Exception | None = None) -> StepResult:
+        """Make `.grad`, statistics and buffers the whole mini-batch's. Every rank must call this.
+
+        Args:
+            mini_batch, iteration: of the step.
+            problem: raised here, where the other ranks raise PeerFailed.
+
+        Raises:
+            ValueError: shards that differ in metrics or in the change of a buffer; a sparse gradient.
+            PeerFailed: another rank has a problem.
+        """
+        shards = len(mini_batch.sizes)
+        gradients = self.gradients
+        control = self.control
+        rows, table, local_layout, problem = self._pack(mini_batch, problem)
+
+        # Sum.
+        if self._world.size > 1:
+            gradients.start_sums()
+            if rows.moments is not None:
+                rows.moments.start()
+        if control.is_late:
+            control.send((mini_batch, local_layout))
+        self._events.while_reducing()
+        since = control.waited.clock()
+        if self._world.size > 1:
+            gradients.finish_sums(rows.extra_sums)
+        decision, has_gradient = control.read(mini_batch.announcement)
+        control.waited.seconds += control.waited.clock() - since
+
+        # Decide.
+        self.current.decision = decision
+        if decision.is_unusual:
+            act_on(decision, mini_batch, problem, local_layout, self._world)
+        if decision.new:
+            rows = self._extend(rows.layout, local_layout, iteration)
+            table = rows.sum_now(self.current.records, shards)
+
+        return self._finish(rows, table, mini_batch, iteration, has_gradient)
+
+    def _pack(
+        self, mini_batch: MiniBatch, problem: Exception | None
+    ) -> tuple[Rows, torch.Tensor, RowLayout, Exception | None]:
+        """Collect what the shards left, and pack it beside the gradients.
+
+        Returns:
+            The `Rows` of the layout that the ranks agreed on; the table of all shards' rows, (S, width), in which this
+            rank's own stay empty with a problem or something new; the layout that this rank's shards need; and what is
+            wrong.
+        """
+        if self.current.opened_by is not None:
+            self.end_pass()
+        control = self.control
+        if control.owes_flag:
+            self._send_flag(problem)
+        request = self.current.request or self._events.take_requests()
+        gradients = self.gradients
+        records = self.current.records
+        layers = len(self._statistics.layers)
+        find_layout = partial(layout_of, records, layers, gradients.trainable, gradients.unplanned.names)
+        problem = problem or request.problem or self._statistics.problem
+        if problem is None and (name := gradients.changed_since_opened()) is not None:
+            problem = RuntimeError(
+                f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
+                "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
+            )
+        if self._rows is None:
+            local_layout, differing = find_layout()
+            self._world.raise_if_any_failed(problem or differing)
+            self._rows = self._make_rows(agreed(self._world.gather(local_layout), None))
+        rows = self._rows
+        shards = len(mini_batch.sizes)
+        has_gradient, extras, lost = gradients.collect(control.room + shards * rows.width, control.room_each)
+        local_layout, differing = find_layout()
+        problem = problem or differing or lost
+        is_new = problem is None and not rows.layout.covers(local_layout)
+        if is_new and not control.waits:
+            problem = came_late(rows.layout, local_layout)
+            is_new = False
+        is_usual = problem is None and not is_new
+        table = extras.fill_(IDENTITY)[control.room + control.room_each * len(has_gradient) :].view(shards, -1)
+        rows.fill(table, records if is_usual else ())
+        modes = rows.layout.modes.index(local_layout.modes[0]) if is_usual and local_layout.modes else None
+        control.write(
+            extras, mini_batch, has_gradient, request, has_problem=problem is not None, is_new=is_new, modes=modes
+        )
+        return rows, table, local_layout, problem
+
+    def _send_flag(self, problem: Exception | None) -> None:
+        """Tell all ranks whether they must read this pass's word in its fold. See [Note: Late words]."""
+        if problem is None:
+            self.current.request = self._events.take_requests()
+        self.control.flag(waits=problem is not None or self._has_news())
+
+    def _has_news(self) -> bool:
+        """Whether this rank has a request or a problem, or something that the rows have no room for."""
+        records = self.current.records
+        local_layout, differing = layout_of(records, len(self._statistics.layers), self.gradients.trainable)
+        return (
+            self.current.request is not NO_REQUEST
+            or self._rows is None
+            or bool(self.gradients.unplanned.awaited)
+            or (differing or self._statistics.problem or self.gradients.changed_since_opened()) is not None
+            or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(local_layout))
+            or not self._buffers.changed() <= self._rows.layout.buffers
+        )
+
+    def _extend(self, former: RowLayout, local_layout: RowLayout, iteration: int) -> Rows:
+        """The `Rows` with room for what is new on any rank. Every rank must call this."""
+        rows = self._make_rows(agreed(self._world.gather(local_layout), former))
+        names = now_evaluated(rows.layout, former)
+        if names and iteration > 1 and self._world.rank == 0:
+            warnings.warn(EVALUATED.format(names=listed(names), step=iteration), stacklevel=2)
+        return rows
+
+    def _finish(
+        self,
+        rows: Rows,
+        table: torch.Tensor,
+        mini_batch: MiniBatch,
+        iteration: int,
+        has_gradient: list[bool],
+    ) -> StepResult:
+        """Assign `.grad`, merge the rows, and move statistics and buffers, unless the step is not finite.
+
+        Every rank must call this.
+
+        Args:
+            rows, table: of all shards, summed.
+            mini_batch, iteration: of the step.
+            has_gradient: for each planned parameter whether a shard gave it a gradient.
+        """
+        sizes = mini_batch.sizes
+        layout = rows.layout
+        gradients = self.gradients
+        guard = self._guard
+        total, fractions, losses, values = rows.merge(table, sizes)
+        self.current.had_gradients = any(has_gradient)
+        replans = gradients.assign(has_gradient, None if rows is self._rows else layout.unplanned)
+        if total is not None and len(sizes) > 1 and "loss" not in layout.summed:
+            gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))  # backward used w / R
+        if gradients.rounds:
+            gradients.round()
+        is_bad: torch.Tensor | bool = False
+        is_quick = not self._world.accelerator.is_asynchronous  # to read a value
+        if guard is not None and not (
+            is_quick and math.isfinite(values[0].item()) and (guard.is_scaled or gradients.are_finite())
+        ):
+            is_bad = guard.check(values[0], gradients)
+        if is_bad is not False:
+            self._snapshot.restore(is_bad)
+            self.current.had_gradients = False
+        rows.apply(table, sizes, self.current.records, is_bad)
+        if replans:  # as each new layout does; now, since by the next pass one rank may have unfrozen something
+            self._rows = rows
+            gradients.release()
+            gradients.plan(self.control.room + len(sizes) * rows.width, self.control.room_each)
+        place = mini_batch.epoch, iteration, mini_batch.samples
+        return StepResult(*place, layout.metrics, values, total, losses, fractions, is_bad, gradients)
+
+    # -- after the fold ------------------------------------------------------------------------------------
+
+    def named_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients as they are now, by parameter name, without those that are None."""
+        return self.gradients.named()
+
+    def gradient_norm(self, iteration: int) -> torch.Tensor | None:
+        """The norm of the whole mini-batch's gradients, shape (), without a GradScaler's factor; None if left out.
+
+        Args:
+            iteration: of the step.
+        """
+        norm = self.gradients.norm_if_due(iteration, thinned=not self._world.accelerator.is_asynchronous)
+        scale = self.current.loss_scale
+        return norm if norm is None or scale is None else norm / scale
+
+    def leaving(self, shards: int, *, gathers: bool) -> Callable[[], None]:
+        """The part of a pass that has not begun, as a collective that adds only a problem; even after `release`.
+
+        Args:
+            shards: of the mini-batch.
+            gathers: as in `open`, for the next pass.
+        """
+        has_flags = False
+        send = None
+        if self._rows is not None:
+            has_flags = self.current.opened_by is None and not gathers and not self.sync_channels
+            room = self.control.room + shards * self._rows.width
+            send = self.gradients.leaving(room, self.control.room_each, self._rows.extra_sums)
+        return self.control.leaving(self.gradients.planned, send, has_flags=has_flags)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRequest:
+    """What a rank asks of all in a fold.
+
+    Attributes:
+        stop: to end the loop after this step.
+        save: to write a checkpoint after it.
+        problem: an error to raise; the other ranks raise PeerFailed.
+    """
+
+    stop: bool = False
+    save: bool = False
+    problem: Exception | None = None
+
+
+NO_REQUEST = ControlRequest()
+
+
+@lru_cache(maxsize=1024)  # most words are one of 256
+def control_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The word as a tensor, which must not be written."""
+    return torch.tensor(word, dtype=dtype, device="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlDecision:
+    """The sum of all ranks' control words.
+
+    Attributes:
+        problem, new, stop, save: whether any rank says so.
+        ends: the number of ranks whose stream ends.
+        at_different_batches: whether ranks are; n sum(b^2) = sum(b)^2 exactly if all tags b are the same.
+        mixed: whether the modules of ranks with shards were in different modes.
+        is_unusual: whether there is a problem, an end, or a difference between ranks; see `act_on`.
+    """
+
+    problem: bool
+    new: bool
+    ends: int
+    stop: bool
+    save: bool
+    at_different_batches: bool
+    mixed: bool
+    is_unusual: bool
+
+
+def act_on(
+    decision: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, local_layout: RowLayout, world: World
+) -> None:
+    """Raise on every rank what the word of a pass says. Every rank must call this.
+
+    Args:
+        decision: of that pass.
+        mini_batch, problem, local_layout: this rank's, in that pass.
+        world: the ranks.
+    """
+    if decision.problem:
+        world.raise_if_any_failed(problem)
+    if decision.at_different_batches:
+        world.require_equal("epoch and position of a step's mini-batch", (mini_batch.epoch, mini_batch.position))
+        check_first(mini_batch, world)
+    if decision.mixed:
+        require_alike(world.gather(local_layout, "the modes of the modules"))
+    if decision.ends:
+        check_end(decision.ends, mini_batch, world)
+
+
+def came_late(layout: RowLayout, local_layout: RowLayout) -> RuntimeError:
+    """The error of a rank that finds something new when the other ranks no longer wait for it."""
+    found = sorted({*local_layout.buffers} - layout.buffers) or ["a call of a batch-norm layer, a metric or a weight"]
+    return RuntimeError(
+        "On a GPU all that a step reduces must be known when the last shard's backward begins. After it came, for the "
+        f"first time: {', '.join(found)}. Change buffers and call layers before step.backward(loss)."
+    )
+
+
+@dataclass(slots=True)
+class WaitedTime:
+    """For how long this rank has waited for others in its folds.
+
+    Attributes:
+        seconds: in all folds so far.
+        clock: read as a wait begins and as it ends.
+    """
+
+    seconds: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
+
+
+class ControlWord:
+    """The control words of the ranks, pass after pass: `open`, `flag`, `write`, `send`, `read`.
+
+    On the CPU each rides in the extras of the sum of the gradients, and is read with it. On asynchronous devices they
+    are summed beside it, and read one pass late, see [Note: Late words].
+
+    Args:
+        world: from `join_world`.
+        announced: the number of values that a rank announces; see `Announcement`.
+
+    Attributes:
+        is_late: whether they are summed beside the gradients.
+        room: the extras that the word takes, and `room_each` more for each planned parameter.
+        waited: the time of waits for other ranks.
+        owes_flag: whether this rank has yet to send the flag of this pass.
+        waits: whether this rank reads the word in the fold; where its flag says so, or the pass has none, all do.
+        has_raised: whether a word was read late that raised.
+    """
+
+    def __init__(self, world: World, announced: int) -> None:
+        self._world = world
+        self._gradients_at = CONTROL_LENGTH + announced
+        self.is_late = world.accelerator.is_asynchronous
+        self.room = 0 if self.is_late else self._gradients_at
+        self.room_each = 0 if self.is_late else 1
+        self.waited = WaitedTime()
+        self.owes_flag = False
+        self.waits = True
+        self.has_raised = False
+        self._flag: tuple[torch.Tensor, Work | None] | None = None
+        self._summed = torch.empty(0, device="cpu")  # of all words, once `_work` is done
+        self._unsummed: list[int] = []  # the word of a rank that is alone
+        self._work: Work | None = None
+        self._unread: tuple[MiniBatch, RowLayout] | None = None  # of the pass whose word is still to be read
+
+    def open(self, *, has_flags: bool) -> None:
+        """Begin a pass; without flags the last word is read first. Every rank must call this."""
+        unread = self._unread
+        if has_flags:  # it is read before the flag is sent, not among the deferred collectives
+            self._unread = None
+        try:
+            self._world.require_collectives_allowed()
+        finally:
+            if has_flags and unread is not None:
+                self._unread = unread
+                self._world.defer(self.read_last)
+        self.owes_flag = has_flags and self.is_late and self._world.size > 1
+        self.waits = not self.owes_flag
+
+    def flag(self, *, waits: bool = True) -> None:
+        """Send the flag that this rank owes. Every rank must call this.
+
+        Args:
+            waits: whether all ranks must read the word of this pass in its fold.
+        """
+        if self._unread is not None:
+            since = self.waited.clock()
+            self.read_last()
+            self.waited.seconds += self.waited.clock() - since
+        self.owes_flag = False
+        self.waits = waits
+        flag = torch.tensor([waits], dtype=torch.int32, device="cpu")
+        self._flag = flag, self._world.start_sum(flag)
+
+    def write(
+        self,
+        extras: torch.Tensor,
+        mini_batch: MiniBatch,
+        has_gradient: Sequence[bool],
+        request: ControlRequest,
+        *,
+        has_problem: bool,
+        is_new: bool,
+        modes: int | None,
+    ) -> None:
+        """Write this rank's word, before the sums begin.
+
+        Args:
+            extras: of the last sum, where a word on the CPU rides.
+            mini_batch: of this step; 8 bits of its checksum tell one from the next, and 256 squares add up in float32.
+            has_gradient: for each parameter whether one of the rank's shards gave it a gradient.
+            request: of this rank.
+            has_problem, is_new: whether the rank has one, and something that the layout has no room for.
+            modes: the number of its shards' modes among those agreed on; None without a shard, with a problem and with
+                something new.
+        """
+        facts = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
+        batch_tag = zlib.crc32(b"%d %d %d %d" % facts) & 0xFF
+        ends = mini_batch.ends_stream
+        news = () if mini_batch.announcement is None else mini_batch.announcement.values
+        ran = (0, 0, 0) if modes is None else (1, modes, modes * modes)
+        word = (
+            has_problem,
+            is_new,
+            ends,
+            request.stop,
+            request.save,
+            batch_tag,
+            batch_tag**2,
+            *ran,
+            *news,
+            *has_gradient,
+        )
+        if self.is_late:
+            # It cannot be read late where this rank has an error, or does not know which parameters have gradients.
+            self.waits = self.waits or has_problem or ends or not all(has_gradient)
+            self._summed = control_tensor(word, torch.int32).clone()
+        elif self._world.size == 1:
+            self._unsummed = [*word]  # nothing is added to it
+        else:
+            self._summed = extras[: len(word)].copy_(control_tensor(word, extras.dtype))
+
+    def send(self, of: tuple[MiniBatch, RowLayout] | None) -> None:
+        """Start the sum of all late words, after all others: how many of these backward has begun differs by rank.
+
+        Every rank whose word is late must call this.
+
+        Args:
+            of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
+        """
+        self._work = self._world.start_sum(self._summed)
+        self._unread = of
+
+    def read(self, announcement: Announcement | None = None) -> tuple[ControlDecision, list[bool]]:
+        """The decision that the sum of all words is, and for each parameter whether a shard gave it a gradient.
+
+        If they are read later, these are of words without request or error. Every rank must call this.
+
+        Args:
+            announcement: learns the values that were announced.
+        """
+        is_later = False
+        if self._flag is not None:
+            flags, work = self._flag
+            self._flag = None
+            self._world.finish(work)
+            is_later = not self.waits and flags.tolist() == [0]
+        if is_later:
+            self._world.defer(self.read_last)
+            # Nothing is asked, announced values add up to 1, and each parameter got a gradient.
+            sums = [0] * CONTROL_LENGTH + [1] * (len(self._summed) - CONTROL_LENGTH)
+        else:
+            if self._work is not None:
+                self._world.finish(self._work)
+            self._unread = None
+            sums = self._unsummed or self._summed.tolist()
+        problem, new, ends, stop, save, batch_tag, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
+        if announcement is not None:
+            announcement.learn(sums[CONTROL_LENGTH : self._gradients_at])
+        at_different_batches = self._world.size * square != batch_tag**2
+        mixed = ran * modes_square != modes**2
+        is_unusual = problem > 0 or ends > 0 or at_different_batches or mixed
+        decision = ControlDecision(
+            problem > 0, new > 0, int(ends), stop > 0, save > 0, at_different_batches, mixed, is_unusual
+        )
+        return decision, list(map(bool, sums[self._gradients_at :]))
+
+    def read_last(self) -> None:
+        """Read the last pass's word, if it was not read, and raise what it says. Every rank must call this."""
+        if self._unread is None:
+            return
+        mini_batch, local_layout = self._unread
+        self._flag = None  # of a pass that broke off
+        decision, _ = self.read()
+        if decision.is_unusual:
+            self.has_raised = True
+            self._world.blocked_because = None
+            act_on(decision, mini_batch, None, local_layout, self._world)
+            self.has_raised = False
+
+    def leaving(
+        self,
+        parameters: int,
+        send_nothing: SendNothing | None,
+        *,
+        has_flags: bool,
+    ) -> Callable[[], None]:
+        """The flag and the word of a pass that this rank leaves, as a collective.
+
+        Args:
+            parameters: the number of planned ones.
+            send_nothing: sends sums that add nothing, but a problem at a place of the extras, inside of a block; None
+                without sums. See `Gradients.leaving`.
+            has_flags: as in `open`, of a pass that has yet to begin; False of one that has begun.
+        """
+        length = self._gradients_at + parameters
+        self.owes_flag = self.owes_flag or (has_flags and self.is_late and self._world.size > 1)
+
+        @contextmanager
+        def beside() -> Iterator[None]:
+            self._summed = torch.tensor([1] + [0] * (length - 1), dtype=torch.int32, device="cpu")
+            self.send(None)
+            yield
+            self.waits = True
+            self.read()
+
+        def leave() -> None:
+            if self.owes_flag:
+                self.flag()
+            if send_nothing is not None and self.is_late:
+                send_nothing(None, beside())
+            elif send_nothing is not None:
+                send_nothing(PROBLEM, nullcontext())
+
+        return leave
 
 
 class ModuleStructure:

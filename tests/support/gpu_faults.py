@@ -103,7 +103,7 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     5: (Edit("ddp_loop.accelerators:Cuda.connect", "backend._set_default_timeout(timeout + _WATCHDOG_LATER)", "pass"),),
     # One shard on one GPU is the whole mini-batch, and yet each of its buffers is restored and merged, one by one.
     6: (
-        Edit("ddp_loop.training.fold:Fold.__init__", "is_whole=shards == world.size == 1", "is_whole=False"),
+        Edit("ddp_loop.training.step:Fold.__init__", "is_whole=shards == world.size == 1", "is_whole=False"),
         Edit(
             "ddp_loop.batch_norm.pooled:LayerGroup.move",
             "torch._foreach_copy_(olds, list(now.split(self.sizes)))",

@@ -225,3 +225,42 @@ def give_it_a_gradient_of_the_scripts_own(world: dl.World, folder: str) -> None:
 def test_a_left_out_parameter_takes_no_gradient_of_another_backward(refused: Refused) -> None:
     said = "step.backward alone makes gradients. other 0.weight got one from another backward"
     refused(1, give_it_a_gradient_of_the_scripts_own, kind="RuntimeError", said=said)
+
+
+# -- what only shards of weight 0 use ----------------------------------------------------------------------
+
+
+def decay_by_turns(is_plain: bool) -> Tensors:
+    """By AdamW, which decays what has a gradient of 0; the second head is used by rows that count for nothing alone."""
+    model = body_and_heads()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    counts = (torch.arange(24) % 6 < 2).double()
+
+    def errors(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        body, heads = model
+        hidden = torch.tanh(body(rows))
+        return torch.where(counts > 0, heads[0](hidden)[:, 0], heads[1](hidden)[:, 0]).square()
+
+    if is_plain:
+        for rows, kept in zip(samples(24).split(6), counts.split(6), strict=True):
+            optimizer.zero_grad()
+            ((errors(rows, kept) * kept).sum() / kept.sum()).backward()
+            optimizer.step()
+        return values_of(model)
+    with dl.join_world() as world:
+        batches = dl.Batches((samples(24), counts), 6, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+            for rows, kept in step:
+                total = kept.sum()
+                step.backward((errors(rows, kept) * kept).sum() / total.clamp(min=1), weight=float(total))
+            step.fold()
+            optimizer.step()
+    return values_of(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_only_shards_of_weight_0_use_gets_zeros_as_on_one_device(ranks: int, on_ranks: OnRanks) -> None:
+    with torch.random.fork_rng():
+        wanted = decay_by_turns(is_plain=True)
+    for found in on_ranks(ranks, decay_by_turns, False):
+        assert all(torch.allclose(one, other, rtol=0.0, atol=BOUND) for one, other in zip(found, wanted, strict=True))

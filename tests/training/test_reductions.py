@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_loop as dl
-from ddp_loop.training.rows import as_metric
+from ddp_loop.training.step import as_metric
 from ddp_loop.training.validation import check_weight
 from tests.support.comparing import gradients_of
 from tests.support.devices import CPU
