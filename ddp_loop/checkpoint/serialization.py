@@ -150,7 +150,7 @@ class _Serializer:
 
     def _unknown(self, value: object, remedy: str, where: str = "") -> TypeError:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        return TypeError(f"{self._path}{where} is a {kind}, which a checkpoint cannot store. {remedy}.")
+        return TypeError(f"{self._path}{where} is of type {kind}, which a checkpoint cannot store. {remedy}.")
 
     def _each(self, values: Iterable[Any]) -> list[Any]:
         return [self.pack(one, str(number)) for number, one in enumerate(values)]

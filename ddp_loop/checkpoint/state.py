@@ -65,8 +65,8 @@ class JobState:
             can = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if not can and not isinstance(value, MutableMapping):
                 raise TypeError(
-                    f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict "
-                    "and load_state_dict, put it into a dict, or remove run_dir=."
+                    f"state[{name!r}] is of type {type(value).__name__}, which a checkpoint cannot keep. Give it "
+                    "state_dict and load_state_dict, put it into a dict, or remove run_dir=."
                 )
 
     def settings(self) -> dict[str, object]:

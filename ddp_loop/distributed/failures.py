@@ -158,8 +158,12 @@ def listed(names: Sequence[str]) -> str:
 def format_error(error: BaseException) -> str:
     """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does.
 
+    Of an error that is the package's own alone it is the text without the type.
+
     An exception from a DataLoader's worker has the worker's traceback in its text, of which only the last line stays.
     """
+    if type(error).__module__.startswith("ddp_loop.") and type(error).__name__.startswith("_"):
+        return str(error)
     head, mark, trace = "".join(traceback.format_exception_only(error)).strip().partition(_IN_WORKER)
     lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # those of a chain's last one
     return cut_text(head + "\n".join(line for line in lines if not line.startswith(" ")) if mark else head)

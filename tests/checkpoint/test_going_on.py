@@ -65,16 +65,17 @@ def test_more_epochs_go_on_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train("", epochs=EPOCHS + 1)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "2"])
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--run-dir={tmp_path}", "--epochs", "2"])
     train(str(tmp_path))
     assert notices(capsys) == []
-    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--run-dir={tmp_path}", "--epochs", "3"])
     again = train(str(tmp_path), epochs=EPOCHS + 1)
     assert again.made == whole.made[EPOCHS * STEPS :]
     assert different(whole, again) == []
     assert rows_of(tmp_path) == whole.made
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["epochs"]) == ("done", EPOCHS + 1)
-    changes = "arguments: was '--epochs 2', is '--epochs 3'; epochs: was 2, is 3"
+    run_dir = f"--run-dir={tmp_path}"
+    changes = f"arguments: was '{run_dir} --epochs 2', is '{run_dir} --epochs 3'; epochs: was 2, is 3"
     assert notices(capsys) == [f"ddp_loop: {tmp_path} continues with changes: {changes}."]
 
 

@@ -104,7 +104,7 @@ def begin_with(world: dl.World, folder: str, model: Callable[[], nn.Module], *ot
             network,
             ([1, 2],),
             "TypeError",
-            r"state\['other 0'\] is a list, which a checkpoint cannot keep\. .* put it into a dict, or remove run_dir=",
+            r"state\['other 0'\] is of type list, which a checkpoint cannot keep\. .* into a dict, or remove run_dir=",
         ),
     ],
 )
