@@ -603,6 +603,14 @@ class SequenceBatches(Batches):
         """The lanes before each shard, and after the last."""
         return np.concatenate([[0], np.cumsum(split_sizes(self.batch_size, self.shards))])
 
+    def for_evaluation(self) -> Batches:
+        """As that of `Batches`, with hidden states of its own: these may be those of an epoch of training."""
+        found = super().for_evaluation()
+        if found is self:
+            found = copy.copy(self)
+            found._carried = CarriedState(self.world, self.batch_dim)
+        return found
+
     def _cut_alike(self) -> SequenceBatches:
         """The batches that `for_evaluation` returns. A lane stays on its rank, as its hidden state does."""
         found = copy.copy(self)

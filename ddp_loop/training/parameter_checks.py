@@ -6,9 +6,10 @@ applied S times, to S parts. With one shard the part is the whole gradient, so t
 [Note: Outside of state] A criterion with parameters that is in no part of `state` gets gradients which nothing sums
 over the ranks and nothing clears. Whether a loss depends on such a parameter is in its graph alone, before backward
 frees it. A walk takes half a microsecond for each operation, milliseconds for a large network, so it is made in passes
-1, 2, 4, 8, ... and in the first shard. A gradient alone does no harm: perceptual losses often leave their networks
-unfrozen. So what is found is an error only once it has moved, which checksums show, also of writes that torch does not
-count. On a GPU the host waits for them, in the pass after each walk that found something, and at the next walk.
+1, 2, 4, 8, 16, 32 and each 64th one, and in the first shard. A gradient alone does no harm: perceptual losses often
+leave their networks unfrozen. So what is found is an error only once it has moved, which checksums show, also of writes
+that torch does not count. On a GPU the host waits for them, in the pass after each walk that found something, and at
+the next walk.
 """
 
 from __future__ import annotations

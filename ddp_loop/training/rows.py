@@ -327,9 +327,7 @@ class Rows:
             fraction = _sample_fractions(sizes, rows.dtype, rows.device)
             means = values[0] if len(sizes) == 1 else (values * fraction.unsqueeze(1)).sum(0)
         if self._adds_up is not None:
-            # A shard of weight 0 adds nothing to the loss, but its sums count.
-            losses = torch.where(fraction.unsqueeze(1) == 0, 0.0, values[:, :1])
-            means = torch.where(self._adds_up, torch.cat([losses.sum(0), values[:, 1:].sum(0)]), means)
+            means = torch.where(self._adds_up, values.sum(0), means)
         return total, fraction, values[:, 0], means
 
     def apply(

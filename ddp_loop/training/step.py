@@ -306,8 +306,8 @@ class Step:
 
         Args:
             loss: shape (); of the current shard.
-            weight: w_s, the number of terms in the mean: by default the shard's samples; for instance its tokens. With
-                a sum it weights the metrics alone. A shard of weight 0 adds exactly 0, for any loss.
+            weight: w_s, the number of terms in the mean: by default the shard's samples; for instance its tokens. A
+                mean of weight 0 adds exactly 0, for any loss. With a sum it weights the metrics alone.
             reduction: "mean", or "sum" for a loss that is a sum over the shard.
             more_losses: whether another `backward` of the same shard follows; the losses add up.
             metrics: by name, each one value, the shard's mean, or one per sample, shape (n,), which are averaged. Over
@@ -337,15 +337,17 @@ class Step:
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
         weight = None if weight is None else check_weight(weight)
-        value = job.fold.unscaled(loss) if job.fold.scalers else loss.detach().clone()
-        size = _add_loss(record, value, weight, reduction, metrics, loss.grad_fn, self.iteration)
+        value, made_by = job.fold.unscaled(loss) if job.fold.scalers else (loss.detach().clone(), loss.grad_fn)
+        size = _add_loss(record, value, weight, reduction, metrics, made_by, self.iteration)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)
         last = not more_losses and record.shard is mini_batch.shards[-1]
-        alone = reduction == "sum" or len(mini_batch.sizes) == 1
-        if isinstance(size, torch.Tensor):
-            factor: Weight = torch.where(size > 0, torch.ones_like(size) if alone else size / self.samples, 0.0)
+        alone = len(mini_batch.sizes) == 1
+        if reduction == "sum":
+            factor: Weight = 1.0
+        elif isinstance(size, torch.Tensor):
+            factor = torch.where(size > 0, torch.ones_like(size) if alone else size / self.samples, 0.0)
         else:
             factor = 0.0 if size == 0 else 1.0 if alone else size / self.samples
         job.fold.backward(record, loss, factor, last=last, more=more_losses)
@@ -426,7 +428,7 @@ class Step:
         if not REFUSED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
         fold = self._job.fold
-        value = fold.unscaled(loss)
+        value, _ = fold.unscaled(loss)
         values = {name: as_metric(name, metric, self.samples, loss.device) for name, metric in metrics.items()}
         fold.backward_whole(loss, self._gather)
         fold.finish_held(value, values)
@@ -894,13 +896,17 @@ class Fold:
         """The modules in evaluation mode now, by name."""
         return tuple(compress(self.modules, map(not_, map(_TRAINING, self.modules.values()))))
 
-    def unscaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss's value without a GradScaler's factor, as a new tensor, shape ()."""
+    def unscaled(self, loss: torch.Tensor) -> tuple[torch.Tensor, Node | None]:
+        """A loss's value without a GradScaler's factor, a new tensor of shape (), and the operation that made it."""
         value = loss.detach()
-        if (scale := find_scale(loss, self.scalers)) is not None:
-            self.current.loss_scale = scale = scale.clone()  # the scaler writes it in place
-            return value.to(torch.promote_types(value.dtype, torch.float32)) / scale
-        return value.clone()  # the script may reuse the tensor for the next shard
+        made_by = loss.grad_fn
+        scale, product = find_scale(loss, self.scalers)
+        if scale is None:
+            return value.clone(), made_by  # the script may reuse the tensor for the next shard
+        self.current.loss_scale = scale = scale.clone()  # the scaler writes it in place
+        if product is made_by and product is not None:
+            made_by = next((below for below, _ in product.next_functions if below is not None), None)
+        return value.to(torch.promote_types(value.dtype, torch.float32)) / scale, made_by
 
     def backward(
         self, record: ShardRecord, loss: torch.Tensor, factor: Weight, *, last: bool, more: bool = False

@@ -441,8 +441,8 @@ def refuse_wrapped(modules: Mapping[str, nn.Module], *, training: bool = True) -
 _MOST_NODES = 64  # scaled losses are added, divided, cast: the product lies a few operations below the loss
 
 
-def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> torch.Tensor | None:
-    """The scale that one of the scalers multiplied a loss by, shape (); None if none did.
+def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> tuple[torch.Tensor | None, Node | None]:
+    """The scale that one of the scalers multiplied a loss by, shape (), and that product; None if none did.
 
     It is found in the loss's graph, where the product keeps the scaler's own tensor. So an unscaled loss stays as it
     is. Only the last operations are searched, and no value is read.
@@ -461,6 +461,6 @@ def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> torch.Tenso
                 # Not unpacked: what activation checkpointing packs would be computed again.
                 factor = None if saved is None else saved.data
                 if isinstance(factor, torch.Tensor) and factor.data_ptr() in scales:
-                    return scales[factor.data_ptr()]
+                    return scales[factor.data_ptr()], node
         nodes += [below for below, _ in node.next_functions[: _MOST_NODES - len(nodes)]]
-    return None
+    return None, None

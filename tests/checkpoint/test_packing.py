@@ -200,7 +200,7 @@ class Own:
     [
         (
             {"scheduler": {"lr_lambdas": [lambda step: 1.0]}},
-            "state.scheduler.lr_lambdas.0 is a function, .* Give the",
+            "state.scheduler.lr_lambdas.0 is of type function, .* Give the",
         ),
         (
             {"a": ({"b": Own()},)},

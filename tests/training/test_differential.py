@@ -406,8 +406,8 @@ def give(job: Job, step: dl.Step, trained: Trained, shard: Shard) -> None:
     hits = (outputs.argmax(1) == labels).double()
     metrics: dict[str, Any] = {"count": dl.Sum(hits), "hits": hits, "size": dl.Sum(len(labels))}
     weight = torch.tensor(weight_of(job.loss, numbers))
-    if job.loss in WEIGHTED and not weight:
-        loss = loss * torch.nan  # a shard of weight 0 adds exactly 0
+    if job.loss in ("weights", "tokens") and not weight:
+        loss = loss * torch.nan  # a mean over nothing adds exactly 0
     if job.loss in ("mean", "held at times"):
         step.backward(trained.scaled(loss), **metrics)
     elif job.loss == "sum":
@@ -516,7 +516,7 @@ def loss_and_values(trained: Trained, shards: list[Piece], is_held: bool) -> tup
     parts = hits.split([*map(len, shards)])
     mean = sum(share * float(part.mean()) for share, part in zip(shares, parts, strict=True))
     values = [float(hits.sum()), mean, float(len(hits))]
-    used = [(shard, share) for shard, share in zip(shards, shares, strict=True) if share]
+    used = [(one, share) for one, share in zip(shards, shares, strict=True) if share or form == "weighted sum"]
     if form == "tokens":
         outputs, labels, numbers = joined([shard for shard, _ in used])
         tokens = tokens_of(numbers)

@@ -232,7 +232,7 @@ def test_a_left_out_parameter_takes_no_gradient_of_another_backward(refused: Ref
 
 def decay_by_turns(is_plain: bool) -> Tensors:
     """By AdamW, which decays what has a gradient of 0; the second head is used by rows that count for nothing alone."""
-    model = body_and_heads()
+    model: Any = body_and_heads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     counts = (torch.arange(24) % 6 < 2).double()
 

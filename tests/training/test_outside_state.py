@@ -34,6 +34,7 @@ def train_criterion(
     since: int = 1,
     fused: bool = False,
     count: int = 24,
+    epochs: int = 4,
 ) -> None:
     """The criterion is part of the loss from step `since` on."""
     model = network()
@@ -42,7 +43,7 @@ def train_criterion(
     optimizer = torch.optim.SGD(trained, lr=0.1, fused=fused)
     more: dict[str, object] = {"in state": criterion, "in an optimizer of state": optimizer}
     known = [more[how]] if how in more else []
-    for step in loop_over(world, "", model, *known, run_dir=folder, shards=shards, epochs=4, count=count):
+    for step in loop_over(world, "", model, *known, run_dir=folder, shards=shards, epochs=epochs, count=count):
         for rows in step:
             if how == "held":
                 step.hold(model(rows), rows)
@@ -63,6 +64,7 @@ def train_criterion(
         (3, ("outside", 7, 1, True)),
         (2, ("held", None)),  # the loss is of gathered outputs
         (2, ("outside", None, 1, False, 1)),  # rank 1 has no shard
+        (1, ("outside", None, 130, False, 24, 50)),  # in 200 steps: found in step 192
     ],
 )
 @pytest.mark.quick_on_gpus

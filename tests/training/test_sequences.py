@@ -237,6 +237,31 @@ def evaluated(chunk_length: int, shards: int | None) -> tuple[dict[str, float], 
         return found[0], dl.predict(model, batches, forward=forward)
 
 
+def train_and_evaluate(evaluates: bool) -> Tensors:
+    """The parameters after an epoch; with evaluations of the same batches within it."""
+    with dl.join_world(seed=0) as world:
+        model = Recurrent("GRU")
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        batches = dl.SequenceBatches(make_sequences(), LANES, CHUNK, world, shards=3)
+
+        def forward(_: nn.Module, chunk: dl.SequenceChunk) -> torch.Tensor:
+            outputs, chunk.hidden = model(chunk.data[0], chunk.hidden)
+            return chunk.unpad(outputs)
+
+        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+            for _ in feed(step, model):
+                pass
+            optimizer.step()
+            if evaluates:
+                dl.evaluate(model, batches, forward=forward, mean=lambda outputs, _: outputs.mean(1))
+        return values_of(model)
+
+
+@pytest.mark.covers("H8")
+def test_an_evaluation_within_an_epoch_of_the_same_sequences_leaves_their_hidden_states(on_ranks: OnRanks) -> None:
+    assert is_same(on_ranks(2, train_and_evaluate, True)[0], on_ranks(2, train_and_evaluate, False)[0])
+
+
 @pytest.mark.covers("D9")
 @pytest.mark.parametrize(("ranks", "shards", "chunk_length"), [(1, None, 20), (3, None, 3), (2, 3, 1)])
 def test_evaluation_and_prediction_count_each_time_step_once_and_chunks_do_not_show(

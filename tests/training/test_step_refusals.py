@@ -29,6 +29,7 @@ from tests.support.refusals import (
     on_this_rank,
     samples,
 )
+from tests.support.training import LossOf, train
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -299,6 +300,13 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
 )
 def test_a_penalty_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
     go_wrong_alone(tmp_path, each(give))
+
+
+@pytest.mark.parametrize(("loss", "said"), [(sum_of, SUM), (entropy(weight=TWO), CLASS_WEIGHTS)])
+def test_a_scaler_hides_no_loss_that_backward_cannot_take(loss: LossOf, said: str) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match=said):
+        train(network(), lambda model, rows: scaler.scale(loss(model, rows)), state={"scaler": scaler})
 
 
 @pytest.mark.covers("D3")
