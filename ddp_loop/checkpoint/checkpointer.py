@@ -139,6 +139,7 @@ class Checkpointer:
         self._spare: list[StagingBuffers] = []
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._has_said_unlike = False
         self._began = time.monotonic()
         self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
@@ -271,7 +272,8 @@ class Checkpointer:
         if self._store is not None:
             return Snapshot(dict(position), buffers.copy(serialized), "", problem, buffers)
         names, sums = self._job.checksums(serialized)
-        return Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem, buffers)
+        checksums = json.dumps([names, sums.tolist(), self._job.checksums_of_values(serialized)])
+        return Snapshot(dict(position), None, checksums, problem, buffers)
 
     def save_held(self, held: Snapshot, score: float | None = None) -> None:
         """Start to save a copied state. Every rank must call this.
@@ -358,7 +360,7 @@ class Checkpointer:
             iteration = snapshot.position["iteration"]
             try:
                 names, checksums = self._job.checksums(copied)
-                self._compare(snapshot, names, checksums)
+                self._compare(snapshot, names, checksums, self._job.checksums_of_values(copied))
                 facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
                 facts |= {"checksums": dict(zip(names, checksums.tolist(), strict=True)), "files": dict(files)}
                 what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
@@ -385,8 +387,8 @@ class Checkpointer:
         elif self._error is None:  # the first error is the cause
             self._error = error
 
-    def _compare(self, snapshot: Snapshot, names: list[str], sums: torch.Tensor) -> None:
-        """Wait for the other ranks' checksums, and compare them.
+    def _compare(self, snapshot: Snapshot, names: list[str], sums: torch.Tensor, of_values: dict[str, int]) -> None:
+        """Wait for the other ranks' checksums, and compare them; other values than tensors may differ.
 
         Raises:
             ReplicaMismatch: a tensor differs between ranks.
@@ -410,7 +412,7 @@ class Checkpointer:
                         "`if world.rank == 0`."
                     )
                 time.sleep(_LOOK_S)
-            theirs, values = json.loads(word)
+            theirs, values, their_values = json.loads(word)
             if theirs != names:
                 odd = sorted(set(theirs) ^ set(names))
                 raise ReplicaMismatch(
@@ -418,6 +420,14 @@ class Checkpointer:
                     "a state= with the same tensors on all ranks."
                 )
             rows.append(torch.tensor(values, dtype=sums.dtype, device="cpu"))
+            unlike = [name for name, value in of_values.items() if their_values.get(name) != value]
+            if unlike and not self._has_said_unlike:
+                self._has_said_unlike = True
+                self.say(
+                    f"{listed([f'state[{name!r}]' for name in unlike])} of rank {rank} and of rank 0 have different "
+                    f"numbers or words at {which}. A resumed run has rank 0's on all ranks. Make them equal, or "
+                    "collect them by world.gather."
+                )
         different = describe_difference(rows, names)
         if different is not None:
             raise ReplicaMismatch(f"At {which}, {different}")

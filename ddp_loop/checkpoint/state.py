@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import islice, zip_longest
 from math import isfinite
@@ -96,6 +98,11 @@ class JobState:
         """Return the names and the checksums of the tensors that must be equal on all ranks."""
         names = [name for name in serialized.tensors if name.startswith(f"{JOB}.") and not self._is_local(name)]
         return names, checksum_all([serialized.tensors[name] for name in names]).cpu()
+
+    def checksums_of_values(self, serialized: SerializedState) -> dict[str, int]:
+        """The checksum of each object's numbers, words and the like, all but its tensors, by name."""
+        parts = dict(serialized.structure["dict"])[JOB]["dict"]
+        return {name: zlib.crc32(json.dumps(packed).encode()) for name, packed in parts}
 
     def _is_local(self, name: str) -> bool:
         """Whether a tensor is a buffer that differs between ranks, or a copy of one."""

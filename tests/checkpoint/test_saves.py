@@ -178,13 +178,29 @@ def test_a_score_must_be_given_on_every_rank_alike(
             "ReplicaMismatch",
             r"step 4, rank 0 and rank 1 of 2 differ from each other in job\.model\.",
         ),
-        ("cannot be stored", "TypeError", r"step 4 could not be made\. state\.job\.other 0\.file is a range"),
+        ("cannot be stored", "TypeError", r"step 4 could not be made\. state\.job\.other 0\.file is of type range"),
     ],
 )
 def test_what_is_wrong_at_a_checkpoint_is_named_with_its_step(
     fault: str, kind: str, said: str, refused: Refused
 ) -> None:
     refused(2, save_wrongly, fault, kind=kind, said=rf"[Tt]he checkpoint of {said}")
+
+
+def save_notes(folder: str, differ: bool) -> str:
+    """What is printed where the notes in the state have each rank's number, or the same one."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), dl.join_world() as world:
+        notes = {"hardest": [world.rank if differ else 7]}
+        make_steps(loop_over(world, folder, model := network(), notes, save_every=2), model)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_values_of_a_rank_alone_are_named_once(differ: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
+    printed, _ = on_ranks(2, save_notes, str(tmp_path), differ)
+    said = "state['other 0'] of rank 1 and of rank 0 have different numbers or words at the checkpoint of step 2."
+    assert printed.count("different numbers or words") == printed.count(said) == differ
 
 
 # -- a world that is left ------------------------------------------------------------------------------------
