@@ -118,9 +118,9 @@ def test_a_changed_learning_rate_is_said_and_that_of_the_checkpoint_holds(
     (notice,) = notices(capsys)
     assert "optimizer.param_groups.0.lr: was 0.1, is 0.5; " in notice
     assert "schedule.step_size: was 10, is 7" in notice
-    held, remedy = notice.split(" The checkpoint's ")[1].split(" hold. ")
+    held, remedy = notice.split(" The checkpoint's values stay for ")[1].split(". To use ")
     assert {"optimizer.param_groups.0.lr", "schedule.step_size"} <= set(held.replace(" and", ",").split(", "))
-    assert remedy == "To use the script's, assign them after the Loop is made."
+    assert remedy == "the script's, assign them after the Loop."
     assert rate == pytest.approx(0.01)  # 0.1, divided by 10 after 10 steps
 
 
