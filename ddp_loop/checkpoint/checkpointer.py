@@ -211,9 +211,7 @@ class Checkpointer:
             used = ""
             if kept:
                 some = listed(kept) if len(kept) <= _SHOWN else f"{', '.join(kept[:_SHOWN])} and others"
-                used = (
-                    f" The checkpoint's values stay for {some}. To use the script's, assign them after the Loop."
-                )
+                used = f" The checkpoint's values stay for {some}. To use the script's, assign them after the Loop."
             self.say(f"{run.notice}{used}")
         iteration = position["iteration"] if position else 0
         try:

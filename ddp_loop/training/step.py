@@ -334,8 +334,6 @@ class Step:
         if not (mini_batch := self._loaded.mini_batch).shards:
             job.fold.backward_empty(record, loss, more=more_losses)
             return
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
         weight = None if weight is None else check_weight(weight)
         value, made_by = job.fold.unscaled(loss) if job.fold.scalers else (loss.detach().clone(), loss.grad_fn)
         size = _add_loss(record, value, weight, reduction, metrics, made_by, self.iteration)
@@ -652,9 +650,11 @@ def _add_loss(
         iteration: of the step.
 
     Raises:
-        ValueError: torch's sum over samples as their mean, its mean over something else without a weight, a
-            reserved metric name, or another weight or reduction than the shard's first loss had.
+        ValueError: an unknown reduction, torch's sum over samples as their mean, its mean over something else without
+            a weight, a reserved metric name, or another weight or reduction than the shard's first loss had.
     """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
     if not REFUSED_NAMES.isdisjoint(metrics):
         raise reserved_names(metrics)
     if reduction == "mean" and not record.losses:

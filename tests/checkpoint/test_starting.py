@@ -113,17 +113,17 @@ def test_the_command_ddp_loop_is_named_as_it_was_typed(
 
 
 HOLDS_EPOCHS = """
-import signal
 import torch, ddp_loop as dl
 model = torch.nn.Linear(4, 1)
 batches = dl.Batches(torch.zeros(8, 4), 4, dl.join_world(device="cpu"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-epochs = dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, run_dir="run").epochs()
+loop = dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, run_dir="run")
+epochs = loop.epochs()
 for step in next(epochs):
     for rows in step:
         step.backward(model(rows).square().mean())
     step.fold()
-    signal.raise_signal(signal.SIGTERM)
+    loop.stop()
 """
 
 
