@@ -186,6 +186,7 @@ def stopped_early() -> tuple[list[float], int, str]:
 
 
 @pytest.mark.covers("B5", "B8")
+@pytest.mark.slow
 def test_early_stopping_ends_at_the_same_epoch_with_the_same_weights_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     [alone] = on_ranks(1, stopped_early)
     assert len(alone[0]) < 30
@@ -213,6 +214,7 @@ def sequences_evaluated(lanes: int) -> str:
 
 @pytest.mark.covers("B8")
 @pytest.mark.parametrize("lanes", [3, 13])
+@pytest.mark.slow
 def test_sequences_too(lanes: int, on_ranks: OnRanks) -> None:
     assert len({one for ranks in RANKS for one in on_ranks(ranks, sequences_evaluated, lanes)}) == 1
 

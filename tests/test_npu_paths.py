@@ -41,6 +41,7 @@ def test_no_step_makes_the_host_wait_and_the_weights_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (3, 2)])
+@pytest.mark.slow
 def test_a_run_resumes_with_the_same_bits(on_fake_npus: OnRanks, tmp_path: Path, before: int, after: int) -> None:
     whole = on_fake_npus(1, train, str(tmp_path / "whole"), 8, "npu")[0]
     on_fake_npus(before, train, str(tmp_path / "parts"), 4, "npu")

@@ -170,6 +170,7 @@ FLOAT32 = Case((300, 0, 500), (6, 6), mean=1000.0, dtype=torch.float32, options=
         (replace(FLOAT32, dtype=torch.bfloat16, form="channels last"), 2e-2),
     ],
 )
+@pytest.mark.slow
 def test_a_layer_keeps_its_digits_far_from_0(case: Case, bound: float, on_ranks: OnRanks) -> None:
     results = on_ranks(3, train_on_ranks, case)
     assert_equal(results, case, bound)

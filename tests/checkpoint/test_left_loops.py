@@ -75,6 +75,7 @@ def run_cells(folder: str, how: str | None, shards: int | None) -> tuple[list[li
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("how", ["break", "an error", "an error before the fold", "an error in a shard"])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (3, None), (2, 3)])
+@pytest.mark.slow
 def test_a_cell_that_is_run_again_resumes_from_the_newest_checkpoint(
     ranks: int, how: str, shards: int | None, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_save_in_the_step_in_which_the_loop_is_left_is_said_to_be_lost(
 
 
 @pytest.mark.both_exchanges
+@pytest.mark.slow
 def test_either_exchange_lets_a_cell_be_run_again(on_ranks: OnRanks, tmp_path: Path) -> None:
     for made, _ in on_ranks(2, run_cells, str(tmp_path / "run"), "an error in a shard", None):
         assert made == [[1, 2], [3, 4], [5, 6, 7, 8]]
@@ -167,6 +169,7 @@ def go_on_with_the_same_model(folder: str, how: str) -> tuple[list[int], list[fl
 
 
 @pytest.mark.parametrize(("how", "steps"), [("not iterated", [1, 2, 3, 4]), ("break", [1, 2, 3, 3, 4])])
+@pytest.mark.slow
 def test_the_model_and_the_optimizer_may_stay(how: str, steps: list[int], on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(2, go_on_with_the_same_model, str(tmp_path / "whole"), "undisturbed")
     for rank, (made, weights) in enumerate(on_ranks(2, go_on_with_the_same_model, str(tmp_path / "run"), how)):

@@ -90,6 +90,7 @@ def train_and_listen(folder: str, shards: int | None, at: int | None = None) -> 
 
 @pytest.mark.covers("E5")
 @pytest.mark.parametrize(("shards", "told"), [(None, 1), (6, 0)])
+@pytest.mark.slow
 def test_a_run_that_resumes_on_other_ranks_with_their_own_shards_says_that_the_bits_differ(
     shards: int | None, told: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def over_own_streams(
         ("all", 2, [8, 3], True),
     ],
 )
+@pytest.mark.slow
 def test_own_streams_resume_inside_and_after_an_epoch(
     until: str, stop_at: int, counts: list[int], is_synced: bool, on_ranks: OnRanks, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def trained(folder: str, shards: int | None, *, as_tensors: bool = True, stop_at
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("as_tensors", [True, False])
+@pytest.mark.slow
 def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(as_tensors: bool, on_ranks: OnRanks) -> None:
     expected, said = on_ranks(1, trained, "", 3, as_tensors=as_tensors)[0]
     for ranks in (2, 3):

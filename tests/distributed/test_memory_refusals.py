@@ -116,6 +116,7 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.parametrize("kind", WHYS)
+@pytest.mark.slow
 def test_all_ranks_take_gloo_where_one_cannot_share_memory(kind: str, on_ranks: OnRanks) -> None:
     if "network" in kind and not can_unshare():
         pytest.skip("no network namespaces can be made here")
@@ -197,6 +198,7 @@ def sum_with(kind: str, shards: int, gloo: bool) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "shards"), [("no memory", 2), ("nothing is mapped", 5), ("no more files", 5), ("no memfd", 2)]
 )
+@pytest.mark.slow
 def test_a_bucket_without_memory_has_the_same_bits(kind: str, shards: int, on_ranks: OnRanks) -> None:
     told = on_ranks(2, sum_with, kind, shards, gloo=False)
     whole = on_ranks(2, sum_with, "", shards, gloo=True)

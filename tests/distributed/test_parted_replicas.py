@@ -83,6 +83,7 @@ def test_one_rank_that_does_something_alone_is_found(fault: str, since: int, ste
 
 @pytest.mark.parametrize("end", ["break", "stop", "evaluate"])
 @pytest.mark.quick_on_gpus
+@pytest.mark.slow
 def test_it_is_found_too_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
     for fault in ("a forward of its own", "a step left out"):
         where = "evaluate" if end == "evaluate" else f"step {3 + (end == 'stop')}"

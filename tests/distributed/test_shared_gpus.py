@@ -128,6 +128,7 @@ def test_a_kind_of_device_that_a_build_for_the_cpu_lacks_is_refused_on_all_ranks
 # -- devices of an extension -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_device_of_an_extension_that_a_rank_cannot_have_is_refused_on_all(on_fake_npus: OnRanks) -> None:
     said = [
         ("npu:3. 9 is not among them. Pass one of these, or check which of them this process may see.",),

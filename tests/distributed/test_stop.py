@@ -119,6 +119,7 @@ def assert_goes_on(on_ranks: OnRanks, run: Path, whole: Ended, at: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.both_exchanges
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_bits(
     kind: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def collect(machines: Machines) -> str:
 
 
 @pytest.mark.parametrize("machines", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.slow
 def test_collectives_give_the_same_on_one_machine_and_on_several(machines: Machines, on_ranks: OnRanks) -> None:
     ranks = sum(machines)
     assert set(on_ranks(ranks, collect, machines)) == set(on_ranks(ranks, collect, (ranks,)))
@@ -124,8 +125,9 @@ def train(exchange: str, machines: Machines, batch_norm: bool, fails: int = -1, 
         return digest([*model.state_dict().values(), predicted, torch.tensor(result["mean"])]), made
 
 
-@pytest.mark.parametrize("machines", [(2, 1), (1, 2), (2, 2), pytest.param((3, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("machines", [(2, 1), (1, 2), (2, 2), (3, 2)])
 @pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.slow
 def test_training_has_the_same_bits_on_several_machines(
     machines: Machines, batch_norm: bool, on_ranks: OnRanks
 ) -> None:

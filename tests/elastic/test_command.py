@@ -145,6 +145,7 @@ def run(script: Path, text: str, *words: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_code_0_also_where_the_script_has_ranks_of_its_own(tmp_path: Path) -> None:
     """Quick, so that `make matrix` tries it too: each version of torch calls the agent in its own way."""
     script = tmp_path / "train.py"

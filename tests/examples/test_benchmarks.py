@@ -134,6 +134,7 @@ def test_networks_are_what_they_are_called(name: str, count: Callable[[nn.Module
 
 
 @pytest.mark.parametrize("name", steps.JOBS)
+@pytest.mark.slow
 def test_networks_give_logits_of_ten_classes(name: str) -> None:
     job = steps.JOBS[name]
     with torch.device("meta"):
@@ -171,6 +172,7 @@ def filled(mib: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_is_that_inside_the_block() -> None:
     gc.collect()  # what earlier tests left would be collected after `before` is read
     before = exchange.pss_mib()
@@ -211,6 +213,7 @@ def measure_order() -> dict[str, Ratio]:
 
 
 @pytest.mark.covers("H5")
+@pytest.mark.slow
 def test_every_cost_is_measured_and_in_the_table(on_ranks: OnRanks) -> None:
     table = (DOCS / "benchmarks" / "order.md").read_text()
     for what, ratio in on_ranks(2, measure_order)[0].items():

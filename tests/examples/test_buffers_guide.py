@@ -55,6 +55,7 @@ def train_plainly(example: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.slow
 def test_the_guides_buffers_are_one_devices_and_have_the_same_bits_with_fixed_shards(
     example: str, on_ranks: OnRanks
 ) -> None:

@@ -28,7 +28,8 @@ def run_all(on_ranks: OnRanks, ranks: int, folder: Path) -> str:
 
 
 @pytest.mark.covers("J9", "J10", "J17")
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.slow
 def test_the_guide_to_checkpoints_runs_and_does_what_it_says(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     printed = run_all(on_ranks, ranks, tmp_path)
     runs = tmp_path / "runs"

@@ -19,7 +19,8 @@ def run_quietly(folder: str, text: str) -> Ran:
 
 
 @pytest.mark.covers("J7", "J17")
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.slow
 def test_the_guide_to_logging_runs_and_writes_what_it_says(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     blocks = blocks_of("docs/logging.md")
     assert [block.language for block in blocks] == ["python"] * 3

@@ -86,6 +86,7 @@ def test_the_example_has_the_bits_of_a_plain_loop_of_adam_on_the_whole_grid(line
 
 @pytest.mark.covers("I2", "B3")
 @pytest.mark.parametrize("linear_end", [False, True])
+@pytest.mark.slow
 def test_a_short_training_comes_near_the_least_error_and_below_it_with_a_linear_end(linear_end: bool) -> None:
     _, heights = example.grid(30)
     least = mse_loss(heights.relu(), heights).item()
@@ -209,6 +210,7 @@ def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *given: object) -> None:
 
 @pytest.mark.covers("I4", "I7")
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.slow
 def test_without_a_gpu_its_part_is_left_out_and_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_gpu_that_is_asked_for_alone_must_be_there(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.covers("I4")
+@pytest.mark.slow
 def test_the_cpu_alone_says_nothing_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_process_that_ends_is_reported(way: str) -> None:
 
 @pytest.mark.covers("I5")
 @pytest.mark.usefixtures("small", "no_gpu")
+@pytest.mark.slow
 def test_sizes_are_measured_on_the_cpu_and_the_gpu_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     surface.report_sizes()
     rows = rows_in(capsys.readouterr().out.partition("| points")[2])

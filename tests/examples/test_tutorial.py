@@ -39,9 +39,8 @@ def run_lesson(folder: str, text: str) -> list[float]:
 
 
 @pytest.mark.covers("J17")
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.slow) if n in DRAWS else n for n in range(len(LESSONS))]
-)
+@pytest.mark.parametrize("number", range(len(LESSONS)))
+@pytest.mark.slow
 def test_a_script_of_the_tutorial_gives_the_same_weights_on_one_and_two_ranks(
     number: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:

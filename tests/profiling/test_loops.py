@@ -56,6 +56,7 @@ def profile_in(run: Path) -> dict[str, Any]:
 
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
+@pytest.mark.slow
 def test_the_table_is_printed_and_written_with_a_trace_of_each_rank(
     late: bool, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def train_beside_a_profiler(run: str) -> tuple[str, int]:
     return printed, len(profiler.events())
 
 
+@pytest.mark.slow
 def test_where_the_script_runs_torchs_profiler_there_is_no_second_one(on_ranks: OnRanks, tmp_path: Path) -> None:
     ((said, events),) = on_ranks(1, train_beside_a_profiler, str(tmp_path / "run"))
     assert "ddp_loop: No Chrome trace is written, since the script runs torch's profiler itself.\n" in said

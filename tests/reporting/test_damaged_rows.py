@@ -154,6 +154,7 @@ def test_good_rows_survive_what_a_disk_does_to_a_file(name: str, tmp_path: Path)
     assert set(os.listdir(tmp_path)) == ({ROWS, ASIDE} if aside else {ROWS})
 
 
+@pytest.mark.slow
 def test_files_that_are_gone_leave_a_gap_that_is_said_and_the_numbers_are_the_same(
     run: Path, whole: tuple[Path, str], on_ranks: OnRanks
 ) -> None:

@@ -57,6 +57,7 @@ def update_of(folder: Path, number: int) -> bool:
 
 @pytest.mark.covers("F3")
 @pytest.mark.usefixtures("warm")
+@pytest.mark.slow
 def test_a_trial_that_raises_or_gives_nan_harms_no_other(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     endings = {
@@ -198,6 +199,7 @@ def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
 
 @pytest.mark.covers("F3")
 @pytest.mark.usefixtures("warm")
+@pytest.mark.slow
 def test_a_request_to_run_again_is_read_by_one_worker_at_a_time(
     worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.slow
 def test_a_trial_whose_folder_is_in_use_lets_others_go_first(
     worker_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +312,7 @@ def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("harm", ["was removed", "failed"])
+@pytest.mark.slow
 def test_a_storage_that_fails_stops_trials_with_checkpoints(harm: str, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     said = list[str]()

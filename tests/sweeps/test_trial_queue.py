@@ -127,6 +127,7 @@ def test_workers_that_notice_a_dead_one_at_the_same_time_give_its_trial_to_one(
 
 
 @pytest.mark.parametrize("attempt", [1, 2], ids=["its answer was lost", "two workers noticed a dead one"])
+@pytest.mark.slow
 def test_a_trial_that_was_added_twice_runs_once(attempt: int, queue: TrialQueue) -> None:
     if attempt == 2:
         queue.end(claimed(queue), None)
@@ -152,6 +153,7 @@ def test_a_returned_trial_is_recorded_before_another_worker_can_take_it(queue: T
     assert newest(queue) == (2, "waiting")
 
 
+@pytest.mark.slow
 def test_an_ending_that_a_killed_worker_had_stored_stays(queue: TrialQueue, other: TrialQueue) -> None:
     with pytest.raises(KeyboardInterrupt):
         queue.end(claimed(queue), Ending("done", 2.5), _interrupt)  # killed between the ending and the last state
@@ -316,6 +318,7 @@ def test_heartbeats_that_are_old_for_another_reason_do_not_count(
 
 
 @pytest.mark.covers("G5")
+@pytest.mark.slow
 def test_a_connection_lost_within_a_call_is_waited_for(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optuna reads trials by several statements, and answers the failure of one with another on the same connection."""
     monkeypatch.setattr(storage, "RETRY_S", 0.0)

@@ -207,6 +207,7 @@ LARGE = {"BATCH": "26", "SIZE": "104"}  # more than 64 samples
         {"COLLATE": BY_RANK, "SHARDS": "6", **LARGE},
     ],
 )
+@pytest.mark.slow
 def test_data_that_differ_are_named_as_such(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, {**READ, **changes})
     assert not equal, said
@@ -217,6 +218,7 @@ DRAWN = {**READ, "COLLATE": "x = (x + torch.randint(2, x.shape)) % 20"}
 
 
 @pytest.mark.covers("H9")
+@pytest.mark.slow
 def test_draws_for_a_whole_shard_depend_on_the_shards(pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, DRAWN)
     assert not equal
@@ -239,6 +241,7 @@ def test_draws_for_a_whole_shard_depend_on_the_shards(pool: Pool, tmp_path: Path
         ("cross_entropy(logits, y) / world.size", (1, 2)),
     ],
 )
+@pytest.mark.slow
 def test_a_loss_that_scales_with_the_shard_is_reported(
     loss: str, ranks: tuple[int, ...], pool: Pool, tmp_path: Path
 ) -> None:
@@ -259,6 +262,7 @@ def test_a_loss_that_scales_with_the_shard_is_reported(
         ({"LOSS": "cross_entropy(logits / logits.std(0), y)"}, "by its statistics (batch norm)"),
     ],
 )
+@pytest.mark.slow
 def test_other_losses_are_distinguished_from_it(
     changes: dict[str, str], hinted: str, pool: Pool, tmp_path: Path
 ) -> None:

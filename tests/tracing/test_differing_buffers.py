@@ -59,6 +59,7 @@ def test_a_buffer_that_depends_on_the_shards_fails_with_its_name_also_if_they_ar
 
 
 @pytest.mark.covers("H9")
+@pytest.mark.slow
 def test_buffers_with_the_right_rule_are_equal(pool: Pool, tmp_path: Path) -> None:
     script = "".join(
         changed(SCRIPT, {"WRITE": write_it, "RULES": rules, "AFTER": after, "SHARDS": shards})

@@ -66,6 +66,7 @@ def said_of(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[int, str, 
 
 
 @pytest.mark.covers("H10")
+@pytest.mark.slow
 def test_a_fault_is_found_where_it_was_planted(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

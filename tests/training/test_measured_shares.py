@@ -195,6 +195,7 @@ def test_a_run_that_resumes_before_the_end_of_the_measurement_measures(tmp_path:
     assert f"measured up to step {2 * FIXED_AFTER - 1}" in first.lines[0]
 
 
+@pytest.mark.slow
 def test_on_another_number_of_ranks_shares_are_measured_again(tmp_path: Path, on_ranks: OnRanks) -> None:
     on_ranks(2, train, (0.001, 0.002), shards=6, drop_last=True, run=str(tmp_path), steps=16)
     results = on_ranks(3, train, (0.002, 0.001, 0.002), shards=6, drop_last=True, run=str(tmp_path), steps=32)

@@ -36,6 +36,7 @@ def momentum_of_negative_zeros(samples: int) -> str:
 @pytest.mark.quick_on_gpus
 @pytest.mark.covers("H7")
 @pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.slow
 def test_an_empty_shard_leaves_the_sign_of_a_zero_alone(samples: int, on_ranks: OnRanks) -> None:
     digests = {one for ranks in (1, 5) for one in on_ranks(ranks, momentum_of_negative_zeros, samples)}
     assert digests == {digest(torch.full((1, 2), -0.0))}

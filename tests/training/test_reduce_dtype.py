@@ -139,6 +139,7 @@ def weights_of_steps(steps: int, folder: str | None = None) -> list[Tensors]:
 
 
 @pytest.mark.both_exchanges
+@pytest.mark.slow
 def test_the_bits_are_the_same_on_any_number_of_ranks_and_where_a_run_resumes(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def bits(
 @pytest.mark.parametrize(
     ("kind", "first", "then", "stop_at"), [("LSTM", 2, 1, 4), ("GRU", 1, 3, 14), ("dict", 3, 2, 8)]
 )
+@pytest.mark.slow
 def test_fixed_shards_give_the_same_bits_on_any_number_of_ranks_also_if_it_changes_inside_an_epoch(
     kind: str, first: int, then: int, stop_at: int, on_ranks: OnRanks, tmp_path: Any
 ) -> None:
