@@ -18,7 +18,6 @@ from tests.support.snippets import blocks_of, run_python
 PARTS, *SCRIPTS = (block.text for block in blocks_of("docs/tutorial.md"))
 *LESSONS, WHOLE, AFTERWARDS = SCRIPTS
 ALIKE = 1e-4  # float32, a shard per rank
-DRAWS = {1, 2}  # pictures at the end of a run, which take a second
 
 
 def with_parts(folder: Path) -> str:
