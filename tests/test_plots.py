@@ -48,7 +48,6 @@ def test_other_numbers_of_pairs_are_drawn_too_and_bytes_as_well(count: int, tmp_
 
 
 @pytest.mark.covers("H4")
-@pytest.mark.slow
 def test_the_72_differences_are_drawn_as_bars(tmp_path: Path) -> None:
     values = torch.zeros(8, 1, 3, 3)
     values[0, 0, 0, 0], values[-1, 0, 2, 2] = 1.0, -1.0

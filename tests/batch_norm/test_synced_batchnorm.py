@@ -157,7 +157,6 @@ FLOAT32 = Case((300, 0, 500), (6, 6), mean=1000.0, dtype=torch.float32, options=
 
 
 @pytest.mark.covers("J13")
-@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(
     ("case", "bound"),
     [
@@ -185,6 +184,7 @@ def in_evaluation() -> bool:
         return world.rank > 0 or torch.equal(layer(values), nn.BatchNorm1d(3).eval()(values))
 
 
+@pytest.mark.quick_on_gpus
 def test_evaluation_is_torchs_own_and_asks_no_other_rank(on_ranks: OnRanks) -> None:
     assert all(on_ranks(2, in_evaluation))
 

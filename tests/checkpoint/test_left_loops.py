@@ -72,7 +72,6 @@ def run_cells(folder: str, how: str | None, shards: int | None) -> tuple[list[li
     return made, [*statuses, str(status_of(Path(folder))["status"])]
 
 
-@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("how", ["break", "an error", "an error before the fold", "an error in a shard"])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (3, None), (2, 3)])
 @pytest.mark.slow
@@ -114,6 +113,7 @@ def start_over(folder: str) -> list[list[int]]:
         return [run_cell(world, folder, 3), run_cell(world, folder, resume=False)]
 
 
+@pytest.mark.quick_on_gpus
 def test_a_cell_may_start_over_too(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, start_over, str(tmp_path)) == [[[1, 2, 3], [*range(1, 9)]]] * 2
     before = tmp_path / "before" / "1"

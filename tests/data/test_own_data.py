@@ -111,6 +111,7 @@ def in_two_passes(counts: list[int]) -> dict[str, list[tuple[int, bool]]]:
 
 
 @pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 def test_several_passes_over_own_streams(on_ranks: OnRanks) -> None:
     expected = {"all": [(4, False), (3, False), (2, False), (1, True)] * 2, "first": [(4, False), (3, True)] * 2}
     assert on_ranks(2, in_two_passes, [7, 3]) == [expected] * 2
@@ -142,7 +143,6 @@ def over_own_streams(
 
 
 @pytest.mark.on_gpus_too
-@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(
     ("until", "stop_at", "counts", "is_synced"),
     [

@@ -336,7 +336,6 @@ def infer_repeatedly() -> list[str]:
 
 
 @pytest.mark.covers("H6")
-@pytest.mark.slow
 def test_repeated_inference_gives_equal_bits(on_ranks: OnRanks) -> None:
     for ranks in (1, 2):
         hashes = [name for _ in range(2) for names in on_ranks(ranks, infer_repeatedly) for name in names]

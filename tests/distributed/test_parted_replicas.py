@@ -82,7 +82,6 @@ def test_one_rank_that_does_something_alone_is_found(fault: str, since: int, ste
 
 
 @pytest.mark.parametrize("end", ["break", "stop", "evaluate"])
-@pytest.mark.quick_on_gpus
 @pytest.mark.slow
 def test_it_is_found_too_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
     for fault in ("a forward of its own", "a step left out"):
@@ -90,6 +89,7 @@ def test_it_is_found_too_where_a_loop_ends_early_and_before_an_evaluation(end: s
         refused(2, train, fault, 3, 9, end, kind="ReplicaMismatch", said=where, by=ALL)
 
 
+@pytest.mark.quick_on_gpus
 def test_without_the_comparison_nothing_is_found_not_even_before_an_evaluation(on_ranks: OnRanks) -> None:
     assert on_ranks(2, train_alone, "a step left out", 3, 9, "evaluate", check_replicas_every=0) == [9, 9]
 

@@ -41,7 +41,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.covers("B2")
-@pytest.mark.slow
 def test_the_example_is_a_plain_loop_of_adam_on_mini_batches_of_500(example: ModuleType) -> None:
     arguments = example.read_arguments(["--epochs", "1", "--images", "1000", "--quiet"])
     images, validation, _ = example.read_images(arguments)

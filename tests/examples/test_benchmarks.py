@@ -213,7 +213,6 @@ def measure_order() -> dict[str, Ratio]:
 
 
 @pytest.mark.covers("H5")
-@pytest.mark.slow
 def test_every_cost_is_measured_and_in_the_table(on_ranks: OnRanks) -> None:
     table = (DOCS / "benchmarks" / "order.md").read_text()
     for what, ratio in on_ranks(2, measure_order)[0].items():

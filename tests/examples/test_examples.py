@@ -22,7 +22,6 @@ def by_hand_and_by_loop(shards: int | None) -> tuple[str, str]:
 
 @pytest.mark.covers("B4")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (2, 5), (3, None)])
-@pytest.mark.slow
 def test_the_step_by_hand_gives_the_bits_of_the_loop(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     for by_hand, by_loop in on_ranks(ranks, by_hand_and_by_loop, shards):
         assert len(by_hand) == 64

@@ -125,8 +125,9 @@ def test_a_port_gives_the_numbers_of_one_process(script: str, ranks: int, on_ran
 
 
 @pytest.mark.covers("J19")
-@pytest.mark.parametrize("script", MANY)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", [pytest.param(one, marks=[pytest.mark.slow] if number else []) for number, one in enumerate(MANY)]
+)
 def test_a_port_gives_the_same_bits_on_1_2_and_3_ranks(script: str, on_ranks: OnRanks) -> None:
     found = [on_ranks(ranks, run_port, "after", script, MANY[script], fixed=True) for ranks in (1, 2, 3)]
     assert len({sha256(weights) for results in found for _, weights in results}) == 1

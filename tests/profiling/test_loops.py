@@ -55,7 +55,6 @@ def profile_in(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.on_gpus_too
-@pytest.mark.quick_on_gpus
 @pytest.mark.slow
 def test_the_table_is_printed_and_written_with_a_trace_of_each_rank(
     late: bool, on_ranks: OnRanks, tmp_path: Path
@@ -90,6 +89,7 @@ def test_the_phases_add_up_to_the_time_of_the_steps_and_leave_out_what_is_betwee
 
 
 @pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 def test_a_profile_changes_no_bit_of_the_result(on_ranks: OnRanks, tmp_path: Path) -> None:
     profiled, plain = (on_ranks(2, train, profile=steps) for steps in (STEPS, None))
     assert plain[0]["printed"] == ""

@@ -47,7 +47,6 @@ def check_alone(pool: Pool, ranks: int, result: dl.TrialResult) -> None:
 
 @pytest.mark.covers("F1", "G1")
 @pytest.mark.usefixtures("warm")
-@pytest.mark.slow
 def test_trials_run_on_all_slots_in_order_with_the_bits_of_their_runs_alone(pool: Pool, tmp_path: Path) -> None:
     space: dict[str, Any] = {"rate": [0.1, 0.02, 0.004], "width": [2, 5]}
     results = sweep(train, space, tmp_path / "sweep", slots=2, keywords={"first_two": "together"})
@@ -62,7 +61,6 @@ def test_trials_run_on_all_slots_in_order_with_the_bits_of_their_runs_alone(pool
 
 @pytest.mark.covers("G2", "G3")
 @pytest.mark.usefixtures("warm")
-@pytest.mark.slow
 def test_trials_of_two_ranks_on_two_slots_run_one_at_a_time(pool: Pool, tmp_path: Path) -> None:
     results = sweep(train, {"rate": [0.1, 0.02]}, tmp_path / "sweep", slots=2, ranks=2)
     assert [one.status for one in results] == ["done", "done"]

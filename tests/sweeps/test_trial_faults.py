@@ -57,7 +57,6 @@ def update_of(folder: Path, number: int) -> bool:
 
 @pytest.mark.covers("F3")
 @pytest.mark.usefixtures("warm")
-@pytest.mark.slow
 def test_a_trial_that_raises_or_gives_nan_harms_no_other(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     endings = {

@@ -33,7 +33,6 @@ def momentum_of_negative_zeros(samples: int) -> str:
     return digest(optimizer.state[model.weight]["momentum_buffer"])
 
 
-@pytest.mark.quick_on_gpus
 @pytest.mark.covers("H7")
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.slow
@@ -55,6 +54,7 @@ def spare_buffers() -> list[int]:
         return kept
 
 
+@pytest.mark.quick_on_gpus
 def test_no_step_leaves_more_memory_behind_than_the_one_before(on_ranks: OnRanks) -> None:
     for kept in on_ranks(3, spare_buffers):
         assert kept[2:] == kept[2:3] * 6
