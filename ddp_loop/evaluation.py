@@ -244,10 +244,15 @@ def _value_of(function: Metric, output: Any, others: tuple[Any, ...]) -> Any:
     if not (is_mean or function is nll_loss) or len(others) != 1 or others[0].is_floating_point():
         return value
     labels = others[0].long()
-    counts = labels != getattr(function, "ignore_index", -100)
+    ignored = getattr(function, "ignore_index", -100)
+    counts = labels != ignored
     if (class_weights := getattr(function, "weight", None)) is not None:
         counts = class_weights[labels.where(counts, 0)] * counts
     divisor = counts.sum(dtype=torch.float64)
+    if class_weights is not None and (smoothing := getattr(function, "label_smoothing", 0.0)):
+        # Its part for the other classes counts for a label of weight 0 too.
+        options: dict[str, Any] = {"ignore_index": ignored, "reduction": "sum", "label_smoothing": smoothing}
+        return Sum(cross_entropy(output, labels, class_weights, **options), over=divisor)
     return Sum((value * divisor).where(divisor > 0, 0.0), over=divisor)
 
 

@@ -134,6 +134,7 @@ CRITERIA: dict[str, Callable[..., torch.Tensor]] = {
     "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
     "ignored": nn.functional.cross_entropy,
     "all": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
+    "a class of weight 0": nn.CrossEntropyLoss(CLASS_WEIGHTS.where(torch.arange(10) != 3, 0.0), label_smoothing=0.3),
     "labels of a byte": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
 }
 

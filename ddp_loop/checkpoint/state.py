@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import islice, zip_longest
@@ -102,7 +101,7 @@ class JobState:
     def checksums_of_values(self, serialized: SerializedState) -> dict[str, int]:
         """The checksum of each object's numbers, words and the like, all but its tensors, by name."""
         parts = dict(serialized.structure["dict"])[JOB]["dict"]
-        return {name: zlib.crc32(json.dumps(packed).encode()) for name, packed in parts}
+        return {name: zlib.crc32(_in_order(packed).encode()) for name, packed in parts}
 
     def _is_local(self, name: str) -> bool:
         """Whether a tensor is a buffer that differs between ranks, or a copy of one."""
@@ -258,3 +257,15 @@ def _with_bits(now: Any, saved: Any) -> Any:
     elif type(now) in (list, tuple) and isinstance(saved, list | tuple) and len(now) == len(saved):
         return type(now)(_with_bits(*pair) for pair in zip(now, saved, strict=True))
     return now
+
+
+_UNORDERED = {"dict", "counter", "set", "frozenset"}  # tags of values that are equal in any order
+
+
+def _in_order(packed: Any) -> str:
+    """A packed value in words, with those that have no order of their own sorted."""
+    if isinstance(packed, dict):
+        ((tag, content),) = packed.items()
+        words = [_in_order(one) for one in content] if isinstance(content, list) else [str(content)]
+        return f"{tag}({', '.join(sorted(words) if tag in _UNORDERED else words)})"
+    return f"[{', '.join(map(_in_order, packed))}]" if isinstance(packed, list) else repr(packed)

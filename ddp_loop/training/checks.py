@@ -286,7 +286,9 @@ class NonFiniteGuard(Check):
                 f"{'was' if len(before) == 1 else 'were'} not finite before the step's data came in. Look at what "
                 f"wrote it (the update before, the learning rate, a checkpoint). {TOLERATE}"
             )
-        if math.isfinite(value):
+        shards = len(look.mini_batch.sizes)
+        is_weight = any(map(math.isnan, rest[shards:]))
+        if math.isfinite(value) and not is_weight:
             name = self._gradients.first_not_finite(written=look.late)
             which = "A gradient" if look.late else f"The gradient of {name or 'a parameter'}"
             since = f" ({name} is the first parameter that is not finite since)" if look.late and name else ""
@@ -295,16 +297,17 @@ class NonFiniteGuard(Check):
                 "operation without a slope there (the root of 0, a norm of zeros, 0 / 0 masked by torch.where), and at "
                 f"the learning rate. A GradScaler in Loop's state skips such steps itself. {TOLERATE}"
             )
-        shards = len(look.mini_batch.sizes)
         full = [number for number, share in enumerate(rest[shards:]) if share]
         culprits = [number for number in full if not math.isfinite(rest[number])]
+        if not culprits and not is_weight:  # a sum counts with a weight of 0 too
+            culprits = [number for number in range(shards) if not math.isfinite(rest[number])]
         are_all = len(culprits) == len(full)
         if culprits and (not are_all or len(full) == 1):  # else it is the whole's
             fact += self._shard_message(look.mini_batch, culprits[0])
         if are_all and by_now:  # by which other shards' losses would be bad too
             fact += f". Not finite by now, and perhaps before: {listed(by_now)}"
-        remedy = "Look for NaN in these data and their labels, and at the learning rate."
-        if not culprits and any(map(math.isnan, rest[shards:])):
+        remedy = "Look for NaN in its data and their labels, and at the learning rate."
+        if not culprits and is_weight:
             remedy = "Look at the weights: each must be 0 or more, and all losses of a shard must have the same."
         return f"{fact}. {remedy} {TOLERATE}"
 

@@ -678,7 +678,8 @@ class Gradients:
         if current.shards:
             for bucket in current.buckets:
                 bucket.accumulation.begin_backward(apart=more or self._watch is not None)
-        is_low = loss.dtype.itemsize < _FLOAT32_BYTES
+        # The backward of synced batch norm adds up what other ranks' losses give, each with its own factor.
+        is_low = loss.dtype.itemsize < _FLOAT32_BYTES and not self._synced
         factor_later = None
         if isinstance(factor, torch.Tensor) or (factor != 1 and is_low):
             wider = self.bucketing.reduce_dtype if is_low and not (more or current.goes_on) else None

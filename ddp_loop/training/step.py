@@ -927,14 +927,13 @@ class Fold:
             last = False  # no sum begins before the ranks' word: [Note: One word a pass] in `gather`
         if last and self.control.owes_flag:
             self._send_flag(None)
-        if not isinstance(factor, torch.Tensor) and factor == 0:  # what the loss reaches gets gradients of 0, not None
-            factor = torch.zeros((), device=loss.device)
-        if self.sync_channels and isinstance(factor, torch.Tensor):
-            with ExitStack() as ending:
+        with ExitStack() as ending:
+            if not isinstance(factor, torch.Tensor) and factor == 0:
+                factor = torch.zeros((), device=loss.device)  # what the loss reaches gets gradients of 0, not None
+                ending.enter_context(torch.autograd.set_detect_anomaly(False))  # its loss may be 0 / 0
+            if isinstance(factor, torch.Tensor):
                 for channel in self.sync_channels:
                     ending.enter_context(channel.masking(factor == 0))
-                self.gradients.backward(loss, factor, last=last, more=more)
-        else:
             self.gradients.backward(loss, factor, last=last, more=more)
         record.done = not more
         record.failed = False
@@ -1174,12 +1173,15 @@ class Fold:
             gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))  # backward used w / R
         if gradients.rounds:
             gradients.round()
+        judged = values[0]
+        if total is not None and "loss" in layout.summed:
+            judged = judged + 0.0 * total  # a GPU's bad weight is NaN, and no part of a sum
         is_bad: torch.Tensor | bool = False
         is_quick = not self._world.accelerator.is_asynchronous  # to read a value
         if guard is not None and not (
-            is_quick and math.isfinite(values[0].item()) and (guard.is_scaled or gradients.are_finite())
+            is_quick and math.isfinite(judged.item()) and (guard.is_scaled or gradients.are_finite())
         ):
-            is_bad = guard.check(values[0], gradients)
+            is_bad = guard.check(judged, gradients)
         if is_bad is not False:
             self._snapshot.restore(is_bad)
             self.current.had_gradients = False

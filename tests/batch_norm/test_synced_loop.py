@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, distance, same_on_all
+from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, samples
 
@@ -89,6 +89,33 @@ def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch_with_th
 ) -> None:
     found = same_on_all([*on_ranks(ranks, train, way, shards), *on_ranks(ranks, train, way, shards)])
     assert distance(found, train_plainly()) < WAYS[way]
+
+
+def fold_a_loss_in_bfloat16(weights: tuple[float, ...] | None) -> Tensors:
+    """All gradients in one, of two ranks' samples, by default unequally many; only the loss has low precision."""
+    with dl.join_world() as world:
+        model = dl.sync_batch_norm(network(), world)
+        batches = dl.Batches(samples(5 if weights is None else 4), 6, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                loss = loss_of(model, rows).to(torch.bfloat16)
+                step.backward(loss, weight=None if weights is None else weights[world.rank])
+            step.fold()
+        return [torch.cat([one.flatten() for one in gradients_of(model)])]
+
+
+@pytest.mark.parametrize("weights", [None, (3.0, 1.0), (1.0, 0.0)])
+def test_a_loss_of_low_precision_has_its_weight_in_the_backward_of_synced_layers(
+    weights: tuple[float, float] | None, on_ranks: OnRanks
+) -> None:
+    model = network()
+    rows = samples(5 if weights is None else 4)
+    errors = (model(rows) - rows.sum(1, keepdim=True)).square()
+    each = torch.ones(5) if weights is None else torch.tensor(weights).repeat_interleave(2)
+    (errors[:, 0] * each).sum().div(each.sum()).backward()
+    found = same_on_all(on_ranks(2, fold_a_loss_in_bfloat16, weights))
+    wanted = torch.cat([one.flatten() for one in gradients_of(model)])
+    assert distance(found, [wanted]) < 0.01  # bfloat16 rounds a share by 0.004
 
 
 def train_on_several_shards(world: dl.World, folder: str, is_late: bool) -> None:

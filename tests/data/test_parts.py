@@ -84,8 +84,8 @@ def trained(folder: str, shards: int | None, *, as_tensors: bool = True, stop_at
 
 
 @pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("as_tensors", [True, False])
-@pytest.mark.slow
 def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(as_tensors: bool, on_ranks: OnRanks) -> None:
     expected, said = on_ranks(1, trained, "", 3, as_tensors=as_tensors)[0]
     for ranks in (2, 3):
@@ -94,7 +94,6 @@ def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(as_te
         assert all(told == said for _, told in results)
 
 
-@pytest.mark.quick_on_gpus
 def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     expected, _ = on_ranks(2, trained, "", 3)[0]
     on_ranks(2, trained, str(tmp_path), 3, stop_at=3)

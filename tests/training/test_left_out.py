@@ -16,7 +16,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, BOUND, Refused, loop_over, loss_of, network, samples
-from tests.support.training import train
+from tests.support.training import train, train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -256,6 +256,27 @@ def decay_by_turns(is_plain: bool) -> Tensors:
             step.fold()
             optimizer.step()
     return values_of(model)
+
+
+def look_for_anomalies() -> bool:
+    """Whether the gradients are those of the second rank's shard alone; the mean of the first is 0 / 0."""
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        is_kept = world.rank > 0
+        return torch.sum(model(rows).square() * is_kept) / (len(rows) * is_kept)
+
+    with dl.join_world() as world, torch.autograd.set_detect_anomaly(True):
+        model = network()
+        train_in(world, model, loss, samples(4), 4, weight=lambda step: 2.0 * (world.rank > 0))
+        found = gradients_of(model)
+        model.zero_grad()
+        model(samples(4)[2:]).square().mean().backward()
+        return is_like(found, gradients_of(model), BOUND) and torch.is_anomaly_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_mean_over_nothing_is_no_anomaly(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, look_for_anomalies) == [True, True]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
