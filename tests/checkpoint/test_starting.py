@@ -20,6 +20,7 @@ pytestmark = pytest.mark.covers("J6")
 @pytest.fixture(autouse=True)
 def script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lab/train.py", "--run", "the one"])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,11 @@ def test_the_command_ddp_loop_is_named_as_it_was_typed(
     monkeypatch.setenv("DDP_LOOP_START", json.dumps({"argv": words, "directory": os.getcwd()}))
     expected = "ddp_loop run train.py" if is_found else " ".join(words)
     assert words_to_go_on() == f"to go on: {expected}"
+
+
+def test_an_interpreter_that_the_shell_does_not_find_is_named_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert start_command({}, None).words[0] == sys.executable
 
 
 HOLDS_EPOCHS = """
