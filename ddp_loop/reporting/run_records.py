@@ -324,6 +324,7 @@ class _Values:
 
     def _clear(self) -> None:
         self.summaries: dict[str, ValueSummary] = {}
+        self._earlier: dict[str, ValueSummary | None] = {}  # without the newest step, which may have another row
         self._means: dict[str, _EpochMean] = {}
         self.iteration = 0
         self.epoch: int | None = None
@@ -357,9 +358,20 @@ class _Values:
                 table = _numbers_of(name, part, columns)
                 if len(table):
                     lower = is_lower(name)
-                    self.summaries[name] = _summary(table[:, 1], table[:, 3], lower, self.summaries.get(name))
+                    self._take_values(name, table[:, 1], table[:, 3], lower)
                     if self._has_means:
                         self._means.setdefault(name, _EpochMean(lower)).take(table)
+
+    def _take_values(self, name: str, steps: Values, values: Values, lower: bool) -> None:
+        """Take a value's rows; of several in a step, as of two evaluations, the last one counts."""
+        is_last = np.append(np.diff(steps) != 0, True)
+        steps = steps[is_last]
+        values = values[is_last]
+        before = self.summaries.get(name)
+        if before is not None and before.at == steps[0]:
+            before = self._earlier[name]
+        self._earlier[name] = before = _summary(steps[:-1], values[:-1], lower, before) if len(steps) > 1 else before
+        self.summaries[name] = _summary(steps[-1:], values[-1:], lower, before)
 
     @property
     def epoch_means(self) -> dict[str, ValueSummary]:

@@ -73,6 +73,18 @@ def test_what_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert (read_run(other).rows["loss"].best, read_run(other).rows["loss"].best_at) == (None, None)
 
 
+@pytest.mark.parametrize("lines_each", [1, 6])
+def test_of_two_evaluations_of_a_step_the_last_one_counts(lines_each: int, tmp_path: Path) -> None:
+    """Also where the file is read between the two."""
+    run = write_run(tmp_path / "one", [row(3)])
+    losses = ((1, 0.1), (1, 3.0), (2, 0.2), (2, 2.0), (3, 0.3), (3, 4.0))
+    lines = [{"epoch": 1, "iteration": k, "loss": loss, "samples": 9} for k, loss in losses]
+    for first in range(0, len(lines), lines_each):
+        append_lines(run / "evaluations.jsonl", lines[first : first + lines_each])
+        found = read_run(run).evaluations
+    assert found == {"loss": ValueSummary(4.0, 3, 2.0, 2)}
+
+
 @pytest.mark.parametrize("many", [2, 20])  # few rows, and columns of them
 def test_a_mean_beyond_the_largest_float_is_not_finite(many: int, tmp_path: Path) -> None:
     lines = [row(k, loss=1.5) for k in range(1, many)]
