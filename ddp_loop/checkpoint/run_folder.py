@@ -67,7 +67,7 @@ ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too lon
 _OF_POSITIONS = ("samples", "batch_size", "drop_last", "partition", "until", "parts")  # a run with others is another
 _CONTENT = "the script's content"
 _SHOWN = 6  # changes in a notice
-_PLACEHOLDER = "RUN_DIR"  # in what is kept, for the path of the folder itself, which may be moved
+OWN_FOLDER = "RUN_DIR"  # in what is kept, for the path of the folder itself, which may be moved
 _LOOK_S = 0.2
 MOST_JSON = 1 << 26  # bytes
 MOST_WHY = 200  # letters of a request to stop
@@ -94,7 +94,7 @@ def _without_folder(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
 def _without_path(argument: str, folder: str) -> str:
     """Replace the run folder's path: it may be spelled differently, and a folder may be moved."""
     option, equals, path = argument.rpartition("=")
-    return f"{option}{equals}{_PLACEHOLDER}" if path and os.path.realpath(path) == folder else argument
+    return f"{option}{equals}{OWN_FOLDER}" if path and os.path.realpath(path) == folder else argument
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -282,7 +282,7 @@ class RunFolder:
         shown = self.changed[:_SHOWN]
         if len(self.changed) > _SHOWN:
             shown.append(f"and {len(self.changed) - _SHOWN} more")
-        changes = "; ".join(shown).replace(_PLACEHOLDER, str(self.folder))
+        changes = "; ".join(shown).replace(OWN_FOLDER, str(self.folder))
         return f"{self.folder} continues with changes: {changes}."
 
     def record_start(self, **facts: object) -> None:

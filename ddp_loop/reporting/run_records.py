@@ -28,6 +28,7 @@ from ddp_loop.checkpoint import (
     EVALUATIONS,
     LOGGED,
     NOTE,
+    OWN_FOLDER,
     ROWS,
     RUN,
     STATUS,
@@ -95,7 +96,7 @@ class RunRecord:
         name: the folder's path relative to the folder that was searched.
         folder: its absolute path.
         state: see `state_of`.
-        parameters: those of the trial, or else `Loop(config=...)`; flat, by name.
+        parameters: those of the trial, or else `Loop(config=...)`; flat, by name, without the run's own folder.
         rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
         epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
             This and the next two are read for a table alone.
@@ -262,6 +263,7 @@ class _RunReader:
             is_behind = [one.update(is_lower, deadline) for one in files]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
+            parameters = parameters if isinstance(parameters, dict) else {}
             state = state_of(self._folder, status, trial)
             elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
             step = count(status.get("iteration")) or 0
@@ -269,7 +271,7 @@ class _RunReader:
                 name,
                 self._folder,
                 state,
-                dict(parameters) if isinstance(parameters, dict) else {},
+                {key: value for key, value in parameters.items() if value != OWN_FOLDER},
                 dict(self._rows.summaries),
                 dict(self._evaluations.summaries),
                 self._rows.epoch_means,

@@ -50,7 +50,6 @@ _Found = tuple[float, int | None, RunRecord]  # a value, its step, its run
 _WATCH_S = 1.0
 _SCORE = ("score", "best score")
 _FORMS = ("{}", "best {}", "epoch {}", "best epoch {}")
-_PLACEHOLDER = "RUN_DIR"  # in a config, of the run's own folder
 _RESULT = 1  # in the ranking: one is shown before any parameter
 _PARAMETER = 2
 _DULL = 10  # of a column that is the first to be left out
@@ -114,8 +113,7 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
         for name, value in (configured or [{}])[0].items()
         if all(name in one and type(one[name]) is type(value) and one[name] == value for one in configured)
     }
-    common = {label: value for label, value in common.items() if value != _PLACEHOLDER}
-    varying = [label for name, label in labels.items() if label not in common and not _is_placeholder(name, records)]
+    varying = [label for label in labels.values() if label not in common]
     ranking = {"name": 0, "state": 1, **dict.fromkeys(varying, _PARAMETER), "objective": 1, **values}
     failed = any(row.get("state") in _FAILED for row in rows)
     ranking |= {"score": 5, "best score": 4, "steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 1 if failed else 8}
@@ -126,11 +124,6 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     if len({row.get("ranks") for row in rows}) < 2:
         shown = [name for name in shown if name != "ranks"]
     return RunTable(shown, common, rows, ranking)
-
-
-def _is_placeholder(name: str, records: Sequence[RunRecord]) -> bool:
-    """Whether a parameter is each run's own folder, which says nothing."""
-    return all(one.parameters.get(name, _PLACEHOLDER) == _PLACEHOLDER for one in records)
 
 
 def _labels(
@@ -508,7 +501,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         short_name(name): f"{value:.6g}{'' if at is None else f' at step {at}'}, "
         f"the {'lowest' if lower else 'highest'} of {len(found)}",
         "state": record.state,
-        **{f"  {short_name(name)}": short(one) for name, one in record.parameters.items() if one != _PLACEHOLDER},
+        **{f"  {short_name(name)}": short(one) for name, one in record.parameters.items()},
         "folder": str(record.folder),
         "checkpoint": _checkpoint_of(record.folder, at),
     }

@@ -54,7 +54,7 @@ def test_a_record_has_what_the_files_say(tmp_path: Path) -> None:
         for k, value in ((1, 0.5), (2, 0.75), (3, 0.25))
     ])  # fmt: skip
     run_json = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(run_json | {"config": {"rate": 0.1, "net.width": 8}}))
+    (run / "run.json").write_text(json.dumps(run_json | {"config": {"rate": 0.1, "net.width": 8, "run": "RUN_DIR"}}))
     (run / "note.txt").write_text("a good one\n")
     said = read_run(run)
     assert (said.name, said.folder, said.state, said.why) == ("one", run, "stopped", "enough")
