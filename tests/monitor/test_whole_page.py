@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -147,7 +148,8 @@ def test_a_run_is_found_renamed_saved_stopped_and_continued_on_the_page(visit: A
         assert one.page.locator(".ranks li").count() == 1  # from the run's ranks.jsonl
         assert (run / "checkpoints" / f"step-{first:08}" / "manifest.json").is_file()
         press(one, "Continue live")
-        assert one.text("#go-on-command") == f"cd {lab.parent} && python train.py"
+        start = json.loads((lab / "live" / "status.json").read_text())["start"]
+        assert one.text("#go-on-command") == f"cd {lab.parent} && {shlex.quote(start[0])} train.py"
         press(one, "Start it")
         until(lambda: one.page.locator(".says", has_text="running").count(), "the run goes on", BEGINS_S)
         one.waits_for(".console-text", f"the script begins after step {first}")

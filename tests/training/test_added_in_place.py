@@ -96,12 +96,13 @@ def by_hand(job: Job) -> Gradients:
     shards: list[Gradients] = []
     for weight, *shard in zip(weights, *(one.split(ROWS // SHARDS) for one in data()), strict=True):
         model.zero_grad()
-        for _ in range(job.losses if weight else 0):
+        for _ in range(job.losses):
             loss = loss_of(job.kind, model, *shard)
             loss.backward(torch.ones_like(loss) if is_narrow else torch.tensor(weight / ROWS))
         found = [one.grad for one in model.parameters()]
         factor = weight / ROWS if is_narrow else 1  # a product that is made in float32
-        shards.append([None if one is None else one * factor for one in found])
+        # What a shard of weight 0 reaches has zeros, without a sign.
+        shards.append([one if one is None else one * factor if weight else torch.zeros_like(one) for one in found])
     sums = [tree_sum(list(parts)) for parts in zip(*shards, strict=True)]
     return [None if one is None else one * (ROWS / torch.tensor(sum(weights))) for one in sums]
 
