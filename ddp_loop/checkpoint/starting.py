@@ -61,8 +61,9 @@ def _start_command(variables: Mapping[str, str], directory: str | None) -> Start
         ranks = variables.get("LOCAL_WORLD_SIZE", "1")
         return Start(("torchrun", *several, f"--nproc_per_node={ranks}", *_script()), directory)
     found = shutil.which("python") or ""  # a shell's, which may be another one, without torch
-    is_this_one = os.path.dirname(found) == os.path.dirname(sys.executable)
-    return Start(("python" if is_this_one else sys.executable, *_script()), directory)
+    own = sys.executable or found  # an embedded interpreter has none
+    is_this_one = os.path.dirname(found) == os.path.dirname(own)
+    return Start(("python" if is_this_one else own, *_script()), directory)
 
 
 def _typed(process: int) -> list[str]:
