@@ -604,7 +604,7 @@ class SequenceBatches(Batches):
         return np.concatenate([[0], np.cumsum(split_sizes(self.batch_size, self.shards))])
 
     def for_evaluation(self) -> Batches:
-        """As that of `Batches`, with hidden states of its own: these may be those of an epoch of training."""
+        """As in `Batches`. The copy carries its own hidden states, since training may be in the middle of an epoch."""
         found = super().for_evaluation()
         if found is self:
             found = copy.copy(self)

@@ -96,7 +96,7 @@ class RunRecord:
         name: the folder's path relative to the folder that was searched.
         folder: its absolute path.
         state: see `state_of`.
-        parameters: those of the trial, or else `Loop(config=...)`; flat, by name, without the run's own folder.
+        parameters: of the trial, or else from `Loop(config=...)`; flat, by name, without the run's own folder.
         rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
         epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
             This and the next two are read for a table alone.

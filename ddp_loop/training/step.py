@@ -927,14 +927,16 @@ class Fold:
             last = False  # no sum begins before the ranks' word: [Note: One word a pass] in `gather`
         if last and self.control.owes_flag:
             self._send_flag(None)
-        with ExitStack() as ending:
-            if not isinstance(factor, torch.Tensor) and factor == 0:
-                factor = torch.zeros((), device=loss.device)  # what the loss reaches gets gradients of 0, not None
-                ending.enter_context(torch.autograd.set_detect_anomaly(False))  # its loss may be 0 / 0
-            if isinstance(factor, torch.Tensor):
+        if not isinstance(factor, torch.Tensor) and factor != 0:
+            self.gradients.backward(loss, factor, last=last, more=more)
+        else:
+            with ExitStack() as ending:
+                if not isinstance(factor, torch.Tensor):
+                    factor = torch.zeros((), device=loss.device)  # what the loss reaches gets gradients of 0, not None
+                    ending.enter_context(torch.autograd.set_detect_anomaly(False))  # its loss may be 0 / 0
                 for channel in self.sync_channels:
                     ending.enter_context(channel.masking(factor == 0))
-            self.gradients.backward(loss, factor, last=last, more=more)
+                self.gradients.backward(loss, factor, last=last, more=more)
         record.done = not more
         record.failed = False
         self._statistics.captures = record.captures

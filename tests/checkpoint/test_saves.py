@@ -188,10 +188,11 @@ def test_what_is_wrong_at_a_checkpoint_is_named_with_its_step(
 
 
 def save_notes(folder: str, differ: bool) -> str:
-    """What is printed where the notes in the state have each rank's number, or the same one."""
+    """What is printed where the notes in the state have each rank's number, or the same ones in another order."""
     printed = io.StringIO()
     with redirect_stdout(printed), dl.join_world() as world:
-        notes = {"hardest": [world.rank if differ else 7]}
+        pairs = [("hardest", [world.rank if differ else 7]), ("words", {"a", "b", "c", "d"})]
+        notes = dict(reversed(pairs) if world.rank else pairs)
         make_steps(loop_over(world, folder, model := network(), notes, save_every=2), model)
     return printed.getvalue()
 

@@ -259,7 +259,7 @@ def decay_by_turns(is_plain: bool) -> Tensors:
 
 
 def look_for_anomalies() -> bool:
-    """Whether the gradients are those of the second rank's shard alone; the mean of the first is 0 / 0."""
+    """Whether only the second rank's shard makes gradients; the first shard's mean is 0 / 0."""
 
     def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         is_kept = world.rank > 0

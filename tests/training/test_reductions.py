@@ -16,7 +16,7 @@ from ddp_loop.training.validation import check_weight
 from tests.support.comparing import gradients_of
 from tests.support.devices import CPU
 from tests.support.harness import OnRanks
-from tests.support.refusals import BOUND, loss_of, network, samples
+from tests.support.refusals import ALL, BOUND, Refused, loss_of, network, samples
 from tests.support.training import train
 
 pytestmark = pytest.mark.on_gpus_too
@@ -63,6 +63,50 @@ def test_rows_have_the_loss_before_a_scaler_scaled_it(way: str, on_ranks: OnRank
         assert loss_found == pytest.approx(loss.item(), rel=BOUND)
         norm = float(nn.utils.get_total_norm(gradients_of(model)))
         assert way == "unscaled" or norm_found == pytest.approx(norm, rel=BOUND)
+
+
+def add_up_with_weights(bad: int | None) -> list[Any]:
+    """The gradients, the loss and a mean of sums over six rows, of which the last three have weight 0."""
+    rows = samples(6)
+    if bad is not None:
+        rows[bad] = math.nan
+    counts = torch.tensor([2.0, 1.0, 3.0, 0.0, 0.0, 0.0])
+
+    def loss(model: nn.Module, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return torch.sum(model(rows).square())
+
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches((rows, counts), 6, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for shard in step:
+                weight = float(shard[1].sum())
+                step.backward(loss(model, *shard), reduction="sum", weight=weight, mean=float(world.rank))
+            result = step.fold()
+        return [gradients_of(model), result.loss.item(), result.metrics["mean"].item()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sum_counts_whatever_it_weighs_and_the_weights_are_those_of_the_metrics(
+    ranks: int, on_ranks: OnRanks
+) -> None:
+    model = network()
+    loss = model(samples(6)).square().sum()
+    loss.backward()
+    for gradients, found, mean in on_ranks(ranks, add_up_with_weights, None):
+        for one, other in zip(gradients, gradients_of(model), strict=True):
+            assert torch.allclose(one.cpu(), other, rtol=BOUND, atol=BOUND)
+        assert found == pytest.approx(loss.item(), rel=BOUND)
+        assert mean == {1: 0.0, 2: 0.0, 3: 0.5}[ranks]
+
+
+def test_a_sum_that_is_not_finite_names_its_shard_also_with_weight_0(refused: Refused) -> None:
+    said = r"The loss of step 1 is nan, from shard 1 of 2, samples 3, 4, 5 of the data"
+    refused(2, add_up_badly, by=ALL, kind="FloatingPointError", said=said)
+
+
+def add_up_badly(world: dl.World, folder: str) -> None:
+    add_up_with_weights(4)
 
 
 # -- values on the host, for a loss on a GPU; device "meta" stands for the GPU, and refuses to be mixed as it does ---
