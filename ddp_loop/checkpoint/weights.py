@@ -76,7 +76,10 @@ def part_of(found: Checkpoint, part: str) -> Any:
     """
     job = job_of(found)
     if part not in job:
-        raise ValueError(f"{found.path} has no part {part!r}. Its state has {some_of([*job])}. Name one of these.")
+        raise ValueError(
+            f"{found.path} has no part {part!r}. Its state has {some_of([*job])}. Name one of these, as part= "
+            "or --part."
+        )
     return plain_names(job[part])
 
 

@@ -5,14 +5,13 @@ A rank that is late, gone, or in another collective is found by a roll call, whi
 
 from __future__ import annotations
 
-import linecache
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from ddp_loop.distributed.values import sendable
+from ddp_loop.elastic import is_of_package
 
 MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
 _IN_WORKER = "Original Traceback (most recent call last):\n"  # in the text of an exception from a DataLoader's worker
@@ -60,35 +59,10 @@ def shorten(error: PeerFailed) -> PeerFailed:
     error.__suppress_context__ = True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
-        if _is_of_package(trace.tb_next):
+        if is_of_package(trace.tb_next):
             trace.tb_next = None
         trace = trace.tb_next
     return error
-
-
-def shorten_refusal(error: BaseException) -> None:
-    """Leave out the last lines of a traceback where a `raise` of this package made the error, with its remedy.
-
-    An error of another kind, as of a bug or of a dataset, keeps all lines.
-    """
-    script = None
-    last = None
-    trace = error.__traceback__
-    while trace is not None:
-        if not _is_of_package(trace):
-            script = trace
-        last = trace
-        trace = trace.tb_next
-    if script is None or last is None or script is last:
-        return
-    line = linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno)
-    if line.lstrip().startswith("raise "):
-        script.tb_next = None
-
-
-def _is_of_package(trace: TracebackType) -> bool:
-    name = str(trace.tb_frame.f_globals.get("__name__", ""))
-    return name.startswith("ddp_loop.") and not name.startswith("ddp_loop.elastic.")  # which starts the script
 
 
 class Stopped(SystemExit):

@@ -108,8 +108,9 @@ def _device_of(place: RankEnv, wish: str, timeout_s: float) -> torch.device:
         chosen = choose_device(wish, count, place.local_rank, kind=current_kind() or "cuda")
         accelerator_of(chosen).require_backend(place.size)
         return chosen
-    except ValueError as problem:
-        raise_on_all(problem, place, min(timeout_s, _REFUSAL_S))
+    except ValueError as error:
+        problem = error
+    return raise_on_all(problem, place, min(timeout_s, _REFUSAL_S))  # outside of the block, whose error it repeats
 
 
 _open: list[World] = []  # joined, and not left

@@ -31,13 +31,13 @@ from ddp_loop.distributed.failures import (
     format_error,
     listed,
     shorten,
-    shorten_refusal,
 )
 from ddp_loop.distributed.process_group import ProcessGroups
 from ddp_loop.distributed.processes import report_to_launcher
 from ddp_loop.distributed.stops import Stops
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
+from ddp_loop.elastic import shorten_refusal
 
 Value = TypeVar("Value")
 _LEFT = "A world cannot be used after it was left. Work inside its `with`, or call join_world() again."

@@ -15,9 +15,11 @@ from ddp_loop.elastic.rank import (
     START,
     begin_at_script,
     flush_output,
+    is_of_package,
     is_reported,
     leave_advice,
     leave_error,
+    shorten_refusal,
     show_unless_reported,
 )
 
@@ -32,6 +34,7 @@ __all__ = [
     "begin_at_script",
     "flush_output",
     "host_store",
+    "is_of_package",
     "is_reported",
     "is_stopped",
     "lacked_memory",
@@ -41,5 +44,6 @@ __all__ = [
     "oom_kills",
     "program_name",
     "run_command",
+    "shorten_refusal",
     "show_unless_reported",
 ]

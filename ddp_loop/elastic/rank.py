@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import json
+import linecache
 import os
 import pkgutil
 import runpy
@@ -65,6 +66,7 @@ def show_unless_reported(kind: type[BaseException], error: BaseException, trace:
     if is_reported(error):
         return
     if isinstance(error, Exception):  # it was raised outside of a world
+        shorten_refusal(error)
         is_syntax = isinstance(error, SyntaxError)  # whose last lines show the source
         line = f"{kind.__name__}: {error}" if is_syntax else "".join(traceback.format_exception_only(error)).strip()
         leave_error(error, line, "".join(traceback.format_exception(error)), is_shown=False)
@@ -81,6 +83,36 @@ def begin_at_script(error: BaseException) -> TracebackType | None:
         trace = trace.tb_next
     error.__traceback__ = trace
     return trace
+
+
+def shorten_refusal(error: BaseException) -> None:
+    """Leave out the last lines of a traceback where a `raise` of this package made the error, with its remedy.
+
+    An error of another kind, as of a bug or of a dataset, keeps all lines.
+    """
+    script = None
+    innermost = None
+    trace = error.__traceback__
+    while trace is not None:
+        if (
+            trace.tb_frame.f_globals.get("__name__") != "contextlib"
+        ):  # it is between a block and what its manager raises
+            innermost = trace
+            script = script if is_of_package(trace) else trace
+        trace = trace.tb_next
+    if script is None or innermost is None or script is innermost:
+        return
+    line = linecache.getline(innermost.tb_frame.f_code.co_filename, innermost.tb_lineno)
+    if line.lstrip().startswith("raise "):
+        script.tb_next = None
+        if error.__cause__ is not None and str(getattr(error.__cause__, "strerror", error.__cause__)) in str(error):
+            error.__cause__ = None  # whose words the error has
+
+
+def is_of_package(trace: TracebackType) -> bool:
+    """Whether a frame of a traceback is of the package, and not of what starts the script."""
+    name = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return name.startswith("ddp_loop.") and not name.startswith("ddp_loop.elastic.")
 
 
 def _end_if_reported() -> None:

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ from ddp_loop.distributed import ReplicaCheck, World, find_modules, listed, name
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.rows import StepResult
-from ddp_loop.training.validation import OnNonFinite, check_rows, enabled_scalers, parts_of
+from ddp_loop.training.validation import OnNonFinite, check_rows, enabled_scalers, parts_of, warn
 
 NEVER = math.inf
 WARM_UP = 3  # steps; in the first ones layouts are agreed on and memory is allocated
@@ -595,7 +594,7 @@ class NoEffectCheck(Check):
             self._sums = self._checksums() if self._looks else None
         elif had_gradients and not self._has_moved():
             self._looks = _MOST_LOOKS
-            warnings.warn(ACCUMULATION_LEFT.format(step=iteration - 1), stacklevel=2)
+            warn(ACCUMULATION_LEFT.format(step=iteration - 1))
 
     def _has_moved(self) -> bool:
         """Whether checksums show it, where version counters do not; True at the first look."""
@@ -614,7 +613,7 @@ class NoEffectCheck(Check):
         total = result.total
         if total is not None and self._reads_weights and total.item() == 0 and result.loss.item() == 0:
             self._reads_weights = False
-            warnings.warn(WEIGHTLESS.format(step=result.iteration), stacklevel=2)
+            warn(WEIGHTLESS.format(step=result.iteration))
 
 
 def shares_of(times_s: Sequence[float]) -> tuple[float, ...]:

@@ -214,6 +214,10 @@ class RunRecorder:
             )
         if there is not None:
             self._saved = there["iteration"]
+            begun = there["epoch"] + bool(there["position"])
+            for name, made in (("steps", there["iteration"]), ("epochs", begun)):  # perhaps more than is asked for now
+                if (asked := self._where.extent[name]) is not None:
+                    self._extent[name] = max(asked, made)
         return there
 
     def record_shares(self, shares: Sequence[float]) -> None:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -127,6 +126,7 @@ from ddp_loop.training.validation import (
     refuse_sum,
     refuse_wrapped,
     reserved_names,
+    warn,
 )
 
 SendNothing = Callable[[int | None, AbstractContextManager[object]], None]  # see `Gradients.leaving`
@@ -1144,7 +1144,7 @@ class Fold:
         rows = self._make_rows(agreed(self._world.gather(local_layout), former))
         names = now_evaluated(rows.layout, former)
         if names and iteration > 1 and self._world.rank == 0:
-            warnings.warn(EVALUATED.format(names=listed(names), step=iteration), stacklevel=2)
+            warn(EVALUATED.format(names=listed(names), step=iteration))
         return rows
 
     def _finish(

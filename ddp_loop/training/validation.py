@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -57,6 +59,14 @@ def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips
         error.add_note(_SCALER)
     elif isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         error.add_note(_MORE_SHARDS)
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the script that called the package."""
+    level = 1
+    while str(sys._getframe(level).f_globals.get("__name__")).startswith("ddp_loop."):
+        level += 1
+    warnings.warn(message, stacklevel=level + 1)
 
 
 def check_batches(batches: object, taker: str = "A Loop") -> Batches:

@@ -17,6 +17,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import RunFolder, storage
+from ddp_loop.reporting.run_records import total_steps
 from tests.support.refusals import loop_over, network
 from tests.support.resuming import EPOCHS, STEPS, different, train
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, lines_of, rows_of, status_of
@@ -297,7 +298,9 @@ def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
 ) -> None:
     _, weights, _ = small(tmp_path, **first)
     assert small(tmp_path, **then)[:2] == ([], weights)
-    assert status_of(tmp_path)["status"] == "done"
+    status = status_of(tmp_path)
+    assert status["status"] == "done"
+    assert total_steps(status) == status["iteration"]  # not fewer than it has made
     start_over = " to train further, or pass resume=False to start over (its files move to before/)."
     assert notices(capsys)[-1] == f"ddp_loop: {tmp_path} is finished: it has made {said}{start_over}"
 

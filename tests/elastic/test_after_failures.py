@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from ddp_loop.distributed.failures import shorten_refusal
+from ddp_loop.checkpoint import RunFolder
+from ddp_loop.distributed import join_world
+from ddp_loop.elastic import shorten_refusal, show_unless_reported
 from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("J6", "E5")
@@ -106,3 +108,27 @@ def outer(function):
     shorten_refusal(caught.value)
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[1:] == ["outer", "collate"] + ([] if is_refusal else ["inner"])
+
+
+@pytest.mark.parametrize("mistake", [{"seed": "a"}, {"device": "gpu:99"}])
+def test_a_refusal_before_there_is_a_world_shows_the_lines_of_the_script_alone(
+    mistake: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ValueError, match=r"must be|needs a GPU") as caught:
+        join_world(**mistake)
+    show_unless_reported(caught.type, caught.value, caught.tb)
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert told.count("Traceback") == 1
+    assert [line.strip() for line in told.splitlines() if line.startswith("  File ")] == [
+        f'File "{__file__}", line {caught.tb.tb_lineno}, in {caught.tb.tb_frame.f_code.co_name}'
+    ]
+
+
+def test_a_refusal_from_a_block_of_the_package_does_not_show_its_context_manager(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(FileExistsError) as caught:
+        RunFolder(tmp_path / "a file", {}, None)
+    shorten_refusal(caught.value)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) == 1
+    assert caught.value.__cause__ is None  # the message has its words
