@@ -33,7 +33,7 @@ from ddp_loop.distributed.failures import RankReport, RankStatus
 from ddp_loop.distributed.processes import set_line
 from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals
 from ddp_loop.distributed.store import RankStore
-from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT
+from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, is_outside
 
 _LOOK_S = 0.25  # between two polls of 0.1 ms
 _CALLBACKS = (weakref.__file__, _weakrefset.__file__)
@@ -273,7 +273,8 @@ class Watchdog:
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)
-        return "" if frame is None else "".join(traceback.format_stack(frame)[-20:])
+        stack = [one for one in traceback.extract_stack(frame) if not is_outside(one.filename)] if frame else []
+        return "".join(traceback.format_list(stack[-20:]))
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -79,7 +79,7 @@ def show_unless_reported(kind: type[BaseException], error: BaseException, trace:
 def begin_at_script(error: BaseException) -> TracebackType | None:
     """The traceback of an uncaught exception from now on: without the lines that started the script."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
+    while trace is not None and is_outside(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     error.__traceback__ = trace
     return trace
@@ -113,6 +113,11 @@ def is_of_package(trace: TracebackType) -> bool:
     """Whether a frame of a traceback is of the package, and not of what starts the script."""
     name = str(trace.tb_frame.f_globals.get("__name__", ""))
     return name.startswith("ddp_loop.") and not name.startswith("ddp_loop.elastic.")
+
+
+def is_outside(file: str) -> bool:
+    """Whether the code of a file starts the script, so that its lines say nothing of it."""
+    return file in _OUTSIDE
 
 
 def _end_if_reported() -> None:

@@ -132,3 +132,21 @@ def test_a_refusal_from_a_block_of_the_package_does_not_show_its_context_manager
     shorten_refusal(caught.value)
     assert len(traceback.extract_tb(caught.value.__traceback__)) == 1
     assert caught.value.__cause__ is None  # the message has its words
+
+
+@pytest.mark.slow
+def test_the_stack_of_a_rank_that_stays_away_begins_at_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import threading
+import ddp_loop as dl
+
+world = dl.join_world(device="cpu", timeout_s=2)
+if world.rank == 1:
+    threading.Event().wait()
+world.sum(1.0)
+"""
+    )
+    lines = failed(tmp_path, *RANKS["run"], "train.py")
+    stack = lines[lines.index("The stack of rank 1:") + 1 :]
+    assert stack[0].startswith(f'  File "{tmp_path / "train.py"}", line 7, in <module>')
