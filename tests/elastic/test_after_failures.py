@@ -139,14 +139,15 @@ def test_the_stack_of_a_rank_that_stays_away_begins_at_the_script(tmp_path: Path
     (tmp_path / "train.py").write_text(
         """
 import threading
+import torch
 import ddp_loop as dl
 
 world = dl.join_world(device="cpu", timeout_s=2)
 if world.rank == 1:
     threading.Event().wait()
-world.sum(1.0)
+world.sum(torch.ones(1))
 """
     )
     lines = failed(tmp_path, *RANKS["run"], "train.py")
     stack = lines[lines.index("The stack of rank 1:") + 1 :]
-    assert stack[0].startswith(f'  File "{tmp_path / "train.py"}", line 7, in <module>')
+    assert stack[0].startswith(f'  File "{tmp_path / "train.py"}", line 8, in <module>')
