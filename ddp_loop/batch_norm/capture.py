@@ -440,7 +440,7 @@ class BatchNormStatistics:
 
     def recording(self) -> Captures:
         """Begin a shard. The returned object receives the captures of each layer, in the order of its calls."""
-        captures = self.captures = Captures([self.no_calls()], [0] * len(self.layers), [])
+        captures = self.captures = Captures([self.no_calls()] if self.layers else [], [0] * len(self.layers), [])
         self.called = []
         return captures
 
