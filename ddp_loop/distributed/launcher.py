@@ -350,8 +350,8 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
         except Exception as error:
             failures[rank] = Failure(FailurePriority.RAISED, f"returned a value that cannot be unpickled: {error!r}")
     if failures:
-        culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
-        if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in answers:
+        culprit = min(failures, key=lambda rank: failures[rank].blame)  # the lowest of several
+        if (names := failures[culprit].names) in answers:
             failures.setdefault(names, Failure(FailurePriority.RAISED, "ended while other ranks waited for it"))
             culprit = names
         failure = failures.pop(culprit)
@@ -640,7 +640,8 @@ def _watch(parent: int) -> None:
 
 def _surround(task: Task, threads: int, cells: socket.socket) -> None:
     """Set the environment of the task, whatever an earlier one left."""
-    os.environ.clear()
+    for name in os.environ.keys() - task.environment.keys():
+        del os.environ[name]
     os.environ.update(task.environment)
     if task.has_cell:
         os.environ[CELL] = f"{os.getpid()}:{cells.fileno()}"
@@ -703,8 +704,8 @@ def _raised(error: BaseException) -> Failure:
     names = error.rank if isinstance(error, PeerFailed) else None
     # gloo raises a plain RuntimeError: "Connection closed by peer" or "Connection reset by peer".
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    another_failed = isinstance(error, PeerFailed) or is_of_gloo
-    blame = FailurePriority.PEER_FAILED if another_failed else FailurePriority.RAISED
+    is_peer = isinstance(error, PeerFailed) or is_of_gloo
+    blame = FailurePriority.PEER_FAILED if is_peer else FailurePriority.RAISED
     return Failure(blame, f"raised {summary}", text, exception, names=names)
 
 

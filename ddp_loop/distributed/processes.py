@@ -51,10 +51,9 @@ def follow_launcher() -> None:
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """
-    parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
-    # torchrun starts its workers from its main thread.
+    # torchrun starts its workers from its main thread. Its id may be 1, as in a container.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(parent, PEER_FAILED_EXIT)
+        end_with_parent(os.getppid(), PEER_FAILED_EXIT)
     if sys.excepthook is show_unless_reported:
         report_to_launcher.is_alone = True  # type: ignore[attr-defined]
 

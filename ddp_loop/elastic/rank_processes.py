@@ -43,7 +43,7 @@ class RankProcesses:
         self._ranks = ranks
         self._processes = {local: handler.proc for local, handler in context.subprocess_handlers.items()}
         self._timeout_s = timeout_s
-        self._sent: set[tuple[int, int]] = set()  # to whom, and which signal
+        self._sent: set[tuple[int, int]] = set()  # a rank's number on this host, and a signal that it was sent
         self._stopped: set[int] = set()
         self._left: list[int] = []  # the ranks that still ran when a failure was described
         self._oom_kills = oom_kills()
@@ -129,6 +129,5 @@ class RankProcesses:
                 self._processes[local].wait()
 
     def _send(self, local: int, send: Callable[..., None], death_sig: signal.Signals | None = None) -> None:
-        if self._processes[local].poll() is None:
-            self._sent.add((local, death_sig or signal.SIGTERM))
+        self._sent.add((local, death_sig or signal.SIGTERM))
         send(death_sig)
