@@ -188,9 +188,9 @@ class Pool:
                 for rank in range(ranks):
                     environment = _environment(rank, ranks, store.port) | self._variables
                     self._workers[rank].send(Task(call, environment, os.getcwd(), sys.path, cells.shows))
-                answers = self._collect(range(ranks), timeout_s, cells)
+                answers = self._collect(timeout_s, cells)
             except BaseException:
-                self._interrupt(range(ranks), cells)
+                self._interrupt(cells)
                 raise
             finally:
                 cells.end()
@@ -212,8 +212,7 @@ class Pool:
 
     def _start(self, ranks: int) -> None:
         """Start those of the first `ranks` workers that are missing, and wait until all are ready."""
-        gone = [rank for rank, worker in self._workers.items() if worker.spent or not worker.alive]
-        self._end(gone)
+        self._end([rank for rank, worker in self._workers.items() if worker.spent or not worker.alive])
         try:
             for rank in range(ranks):
                 if rank not in self._workers:
@@ -221,51 +220,53 @@ class Pool:
             for rank in range(ranks):
                 self._workers[rank].wait_until_ready()
         except BaseException:
-            self._end([rank for rank, worker in self._workers.items() if not worker.ready])
+            self._end(self._busy())
             raise
 
-    def _collect(self, ranks: Iterable[int], timeout_s: float | None, cells: LaunchedCells) -> dict[int, Answer]:
-        """The answers of these ranks; a failure for each rank that did not answer. Shows meanwhile what they show."""
+    def _busy(self) -> dict[int, Worker]:
+        """The workers that start or run a task, by their ranks."""
+        return {rank: worker for rank, worker in self._workers.items() if not worker.idle}
+
+    def _collect(self, timeout_s: float | None, cells: LaunchedCells) -> dict[int, Answer]:
+        """The answers of the ranks; a failure for each rank that did not answer. Shows meanwhile what they show."""
         answers: dict[int, Answer] = {}
         late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        waiting = set(ranks)
+        waiting = self._busy()
         has_failed = False
         while waiting and (left := deadline - time.monotonic()) > 0:
-            wait_for_any([self._workers[rank] for rank in waiting], left)
-            for rank in sorted(waiting):
-                answer = self._workers[rank].answer()
-                cells.take(self._workers[rank].shown)  # after the answer, before which all was sent
+            wait_for_any(waiting.values(), left)
+            for rank, worker in sorted(waiting.items()):
+                answer = worker.answer()
+                cells.take(worker.shown)  # after the answer, before which all was sent
                 if answer is None:
                     continue
-                waiting.discard(rank)
+                del waiting[rank]
                 answers[rank] = answer
                 if isinstance(answer, Failure) and time.monotonic() + GRACE_S < deadline:
                     late = f"had not ended {GRACE_S:g} s after another rank failed, and was killed"
                     deadline = time.monotonic() + GRACE_S
                     has_failed = True
             if has_failed:  # a stopped rank needs no time: it answers nothing
-                stopped = {rank for rank in waiting if self._workers[rank].is_stopped}
-                answers.update({rank: self._workers[rank].stuck("did not answer, and was killed") for rank in stopped})
+                stopped = [rank for rank, worker in waiting.items() if worker.is_stopped]
+                answers.update({rank: waiting.pop(rank).stuck("did not answer, and was killed") for rank in stopped})
                 self._end(stopped)
-                waiting -= stopped
-        answers.update({rank: self._workers[rank].stuck(late) for rank in sorted(waiting)})
+        answers.update({rank: worker.stuck(late) for rank, worker in waiting.items()})
         self._end(waiting)
         return answers
 
-    def _interrupt(self, ranks: Iterable[int], cells: LaunchedCells) -> None:
+    def _interrupt(self, cells: LaunchedCells) -> None:
         """Pass Ctrl-C on to the working ranks and let them end; a second Ctrl-C kills them."""
-        working = [rank for rank in ranks if rank in self._workers and self._workers[rank].working]
         try:
-            for rank in working:
-                self._workers[rank].send_signal(signal.SIGINT)
-            self._collect(working, _STOP_S, cells)
+            for worker in self._busy().values():
+                worker.send_signal(signal.SIGINT)
+            self._collect(_STOP_S, cells)
         except KeyboardInterrupt as second:
             set_line(second, "ddp_loop: all ranks were ended by a second Ctrl-C")
             sys.excepthook = LineHook(sys.excepthook)
             raise second from None
         finally:
-            self._end([rank for rank in working if rank in self._workers and self._workers[rank].working])
+            self._end(self._busy())
 
     def _end(self, ranks: Iterable[int]) -> None:
         for rank in tuple(ranks):
@@ -293,22 +294,20 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """This process's variables and those that torchrun sets, for a store hosted here."""
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
-    return (
-        loopback_variables()
-        | threads
-        | dict(os.environ)
-        | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-    )
+    return {
+        **loopback_variables(),
+        **threads,
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bytes:
@@ -351,20 +350,19 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
         except Exception as error:
             failures[rank] = Failure(FailurePriority.RAISED, f"returned a value that cannot be unpickled: {error!r}")
     if failures:
-        culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
-        if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in answers:
+        culprit = min(failures, key=lambda rank: failures[rank].blame)  # the lowest of several
+        if (names := failures[culprit].names) in answers:
             failures.setdefault(names, Failure(FailurePriority.RAISED, "ended while other ranks waited for it"))
             culprit = names
-        raise _rank_failed(culprit, failures) from _cause(failures[culprit])
+        failure = failures.pop(culprit)
+        raise _rank_failed(culprit, failure, failures) from _cause(failure)
     return results
 
 
-def _rank_failed(culprit: int, failures: dict[int, Failure]) -> RankFailed:
-    failure = failures[culprit]
+def _rank_failed(culprit: int, failure: Failure, others: dict[int, Failure]) -> RankFailed:
     lines = [f"rank {culprit} {failure.headline}"]
     if failure.trace:
         lines += ["", failure.trace.rstrip()]
-    others = {rank: other for rank, other in failures.items() if rank != culprit}
     if others:
         lines += ["", "Other ranks that failed:"]
         lines += [f"  rank {rank} {other.headline.splitlines()[0]}" for rank, other in others.items()]
@@ -375,13 +373,11 @@ def _rank_failed(culprit: int, failures: dict[int, Failure]) -> RankFailed:
 
 
 def _cause(failure: Failure) -> BaseException | None:
-    if failure.exception is None:
-        return None
-    try:
+    with suppress(Exception):  # the message contains its text
         exception = pickle.loads(failure.exception)
-    except Exception:
-        return None  # the message contains its text
-    return exception if isinstance(exception, BaseException) else None
+        if isinstance(exception, BaseException):
+            return exception
+    return None
 
 
 class FailurePriority(IntEnum):
@@ -420,13 +416,13 @@ class Returned:
 class Failure:
     """How a rank failed: `headline` completes "rank 1 ...", `trace` is a traceback or a stack.
 
-    `names` is the rank whose failure made it fail.
+    `exception` is pickled, or empty. `names` is the rank whose failure made it fail.
     """
 
     blame: FailurePriority
     headline: str
     trace: str = ""
-    exception: bytes | None = None
+    exception: bytes = b""
     last: bool = False
     names: int | None = None
 
@@ -449,14 +445,12 @@ def pack(value: object) -> bytes:
     Raises:
         Exception: whatever the pickling of the value raises.
     """
-    if not main_is_interactive():
+    if not (main_is_interactive() and has_cloudpickle()):
         try:
             return pickle.dumps(value)
         except Exception:
             if not has_cloudpickle():
                 raise
-    elif not has_cloudpickle():
-        return pickle.dumps(value)
     packed: bytes = importlib.import_module("cloudpickle").dumps(value)
     return packed
 
@@ -474,7 +468,7 @@ class Worker:
         self._tasks, tasks = spawn.Pipe()
         self._stacks, stacks = spawn.Pipe(duplex=False)
         self.shown, cells = cell_sockets()
-        self.ready = self.working = self.spent = False
+        self.idle = self.spent = False
         self._oom_kills: int | None = None  # when it got its task
         main_thread = threading.current_thread() is threading.main_thread()
         self._process: SpawnProcess = spawn.Process(
@@ -500,21 +494,21 @@ class Worker:
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
-        while not self.ready:
+        while not self.idle:
             wait_for_any([self], deadline - time.monotonic())
             word = self._receive()
-            self.ready = isinstance(word, Returned)
+            self.idle = isinstance(word, Returned)
             if isinstance(word, Failure):
                 raise RuntimeError(
                     f"A worker process {word.headline} before it was ready. Its own message is above. "
                     "New processes import the main script, so put the code that starts them under "
                     '`if __name__ == "__main__":`.'
                 )
-            if not self.ready and time.monotonic() > deadline:
+            if not self.idle and time.monotonic() > deadline:
                 raise RuntimeError(f"A worker process was not ready within {_START_S:g} s. Check the machine's load.")
 
     def send(self, task: Task) -> None:
-        self.working = True
+        self.idle = False
         self._oom_kills = oom_kills()
         with suppress(OSError):  # it has just died, which the answer reports
             self._tasks.send(task)
@@ -523,7 +517,7 @@ class Worker:
         """The outcome of the task; None while it runs."""
         word: Answer | None = self._receive()
         if word is not None:
-            self.working = False
+            self.idle = True
             self.spent = word.last
         return word
 
@@ -566,12 +560,12 @@ class Worker:
             os.kill(self.process_id, number)
 
     def ask_to_end(self) -> None:
-        if self.ready and not self.working and self.alive:
+        if self.idle:
             with suppress(OSError):
                 self._tasks.send(None)
 
     def end(self) -> None:
-        if self.ready and not self.working:
+        if self.idle:
             self._process.join(_END_S)
         self._process.kill()
         self._process.join()
@@ -605,7 +599,10 @@ def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: i
         parent: the process id of the parent.
         main_thread: whether the parent's main thread started this process.
     """
-    _end_with(parent, main_thread)
+    # The kernel sends its signal when the parent's *thread* that started this process dies, so it is used for the main
+    # thread only. Otherwise a thread of this process watches.
+    if not (main_thread and end_with_parent(parent, 1)):
+        threading.Thread(target=_watch, args=(parent,), name="ddp_loop-parent-watch", daemon=True).start()
     os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which passes it on once to the working ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A spawned process spawns a DataLoader's workers too: an epoch would start in 3.3 s instead of 0.06 s.
@@ -631,15 +628,6 @@ def _print_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _end_with(parent: int, main_thread: bool) -> None:
-    # The kernel sends its signal when the parent's *thread* that started this process dies, so it is used for the main
-    # thread only. Otherwise a thread of this process watches.
-    if not (main_thread and end_with_parent()):
-        threading.Thread(target=_watch, args=(parent,), name="ddp_loop-parent-watch", daemon=True).start()
-    if os.getppid() != parent:  # it died before this function ran
-        os._exit(1)
 
 
 def _watch(parent: int) -> None:
@@ -710,14 +698,14 @@ def _raised(error: BaseException) -> Failure:
         trace = trace.tb_next  # the frames of this module do not help the user
     text = "".join(traceback.format_exception(type(error), error, trace))
     summary = traceback.format_exception_only(error)[0].rstrip()
-    exception = None
+    exception = b""
     with suppress(Exception):
         exception = pack(error)
     names = error.rank if isinstance(error, PeerFailed) else None
     # gloo raises a plain RuntimeError: "Connection closed by peer" or "Connection reset by peer".
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    another_failed = isinstance(error, PeerFailed) or is_of_gloo
-    blame = FailurePriority.PEER_FAILED if another_failed else FailurePriority.RAISED
+    is_peer = isinstance(error, PeerFailed) or is_of_gloo
+    blame = FailurePriority.PEER_FAILED if is_peer else FailurePriority.RAISED
     return Failure(blame, f"raised {summary}", text, exception, names=names)
 
 

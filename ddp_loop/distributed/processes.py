@@ -32,11 +32,18 @@ _SHOWN_LETTERS = 2_000  # of a peer's error; the failed rank prints the whole
 _LINE = "_ddp_loop_line"  # of an exception
 
 
-def end_with_parent() -> bool:
-    """Have the kernel kill this process when the parent's thread that started it dies; False where it cannot."""
-    if sys.platform != "linux":
+def end_with_parent(parent: int, code: int) -> bool:
+    """Have the kernel kill this process when the parent's thread that started it dies; False where it cannot.
+
+    Args:
+        parent: its process id.
+        code: ends this process if the parent has died meanwhile.
+    """
+    if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         return False
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
+    if os.getppid() != parent:
+        os._exit(code)
+    return True
 
 
 def follow_launcher() -> None:
@@ -44,10 +51,9 @@ def follow_launcher() -> None:
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """
-    parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
-    # torchrun starts its workers from its main thread.
-    if "TORCHELASTIC_RUN_ID" in os.environ and end_with_parent() and os.getppid() != parent:
-        os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
+    # torchrun starts its workers from its main thread. Its id may be 1, as in a container.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid(), PEER_FAILED_EXIT)
     if sys.excepthook is show_unless_reported:
         report_to_launcher.is_alone = True  # type: ignore[attr-defined]
 

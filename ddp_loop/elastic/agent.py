@@ -85,9 +85,8 @@ class Agent(LocalElasticAgent):
         if self._ignores_hangups:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch takes it, also after nohup
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        if self._pcontext is not None:
-            timeout_s = getattr(self, "_shutdown_timeout", _SHUTDOWN_S)
-            self._ranks = RankProcesses(self._pcontext, ranks, timeout_s)
+        timeout_s = getattr(self, "_shutdown_timeout", _SHUTDOWN_S)
+        self._ranks = RankProcesses(self._pcontext, ranks, timeout_s)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -49,7 +49,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
     options = _parse(arguments, program)
     _check_script(options)
     asked = options.nproc_per_node
-    options.nproc_per_node = _ranks_of(options.nproc_per_node)
+    options.nproc_per_node = _ranks_of(asked)
     _meet_here(options)
     if options.nnodes == "1":
         for name, value in loopback_variables().items():

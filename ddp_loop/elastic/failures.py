@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -19,9 +18,9 @@ _PLAIN = "\x1b[0m"
 _PLACE = re.compile(r'^  File "(.+)", line (\d+), in .+\n    (.+)$', re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Ending:
-    """How a rank ended.
+    """How a rank ended; endings of several are in the order of their ranks.
 
     Attributes:
         rank, exit_code: negative for a signal.
@@ -90,7 +89,7 @@ def find_first(endings: Sequence[Ending]) -> Ending:
         return one.line, one.where, _place_of(one)
 
     alike = [one for one in endings if first.error and facts(one) == facts(first)]
-    return min(alike, key=attrgetter("rank"), default=first)
+    return min(alike, default=first)
 
 
 def describe(
@@ -109,7 +108,7 @@ def describe(
     if width is not None:
         head = "\n".join(_wrap(line, width) for line in head.splitlines())
     lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
-    others = sorted((one for one in endings if one != first), key=attrgetter("rank"))
+    others = sorted(one for one in endings if one != first)
     if first.exit_code == INTERRUPTED_EXIT:  # as most of them
         others = [one for one in others if one.exit_code != INTERRUPTED_EXIT]
     lines += [f"ddp_loop: rank {one.rank} {_of_other(one, first)}" for one in others]
@@ -124,7 +123,7 @@ def describe_rest(endings: Sequence[Ending], after: Sequence[str]) -> str:
         endings: of these ranks.
         after: what comes next, or what the user can do.
     """
-    lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=attrgetter("rank"))]
+    lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings)]
     lines += [f"ddp_loop: {words}" for words in after]
     return "".join(f"{line}\n" for line in lines)
 

@@ -43,14 +43,13 @@ class RankProcesses:
         self._ranks = ranks
         self._processes = {local: handler.proc for local, handler in context.subprocess_handlers.items()}
         self._timeout_s = timeout_s
-        self._sent: dict[int, set[signal.Signals]] = {local: set() for local in ranks}
+        self._sent: set[tuple[int, int]] = set()  # a rank's number on this host, and a signal that it was sent
         self._stopped: set[int] = set()
-        self._failures: dict[int, ProcessFailure] = {}
         self._left: list[int] = []  # the ranks that still ran when a failure was described
         self._oom_kills = oom_kills()
-        vars(context)["close"] = partial(self._close, context.close)  # torch calls it itself when a rank has failed
+        context.close = partial(self._close, context.close)  # torch calls it itself when a rank has failed
         for local, handler in context.subprocess_handlers.items():
-            vars(handler)["close"] = partial(self._send, local, handler.close)
+            handler.close = partial(self._send, local, handler.close)
 
     def _describe(self) -> None:
         """Describe a failure, while some ranks may still run."""
@@ -59,13 +58,11 @@ class RankProcesses:
         width = shutil.get_terminal_size().columns if is_terminal else None
         is_coloured = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         sys.stderr.write(describe(self._endings(), self._left, is_coloured=is_coloured, width=width))
-        sys.stderr.flush()
 
     def describe_rest(self, again: str) -> None:
         """Describe how the ranks ended that still ran then, and what comes next, or else what the user can do."""
         after = [again] if again else self._advice()
         sys.stderr.write(describe_rest([one for one in self._endings() if one.rank in self._left], after))
-        sys.stderr.flush()
 
     def are_interrupted(self) -> bool:
         """Whether all ended well or by the Ctrl-C that was passed on to them."""
@@ -79,16 +76,21 @@ class RankProcesses:
             code = self._processes[local].poll()
             if code == 0:
                 found.append(Ending(rank, 0))
-            elif code is not None:
+            elif code is not None or self._has_word(local):
+                # Torch's if it has seen it first, since a failure keeps the time.
+                failure = self._context._failures.get(local) or ProcessFailure(
+                    local_rank=local,
+                    pid=self._processes[local].pid,
+                    exitcode=code or 1,
+                    error_file=self._context.error_files[local],
+                )
                 ending = replace(
-                    read_ending(rank, self._failure(local, code)),
-                    is_by_launcher=-code in self._sent[local],
+                    read_ending(rank, failure),
+                    is_by_launcher=(local, -failure.exitcode) in self._sent,
                     is_stopped=local in self._stopped,
                     lacked_memory=lacked_memory(self._oom_kills),
                 )
                 found.append(ending)
-            elif self._has_word(local):
-                found.append(read_ending(rank, self._read_failure(local, 1)))
         return found
 
     def _advice(self) -> list[str]:
@@ -98,15 +100,6 @@ class RankProcesses:
             with suppress(OSError):
                 found.append(Path(f"{path}{ADVICE}").read_text("utf-8"))
         return found
-
-    def _failure(self, local: int, code: int) -> ProcessFailure:
-        if local not in self._failures:  # torch's if it has seen it first, since a failure keeps the time
-            self._failures[local] = self._context._failures.get(local) or self._read_failure(local, code)
-        return self._failures[local]
-
-    def _read_failure(self, local: int, code: int) -> ProcessFailure:
-        pid = self._processes[local].pid
-        return ProcessFailure(local_rank=local, pid=pid, exitcode=code, error_file=self._context.error_files[local])
 
     def _has_word(self, local: int) -> bool:
         return os.path.exists(self._context.error_files[local])
@@ -136,6 +129,5 @@ class RankProcesses:
                 self._processes[local].wait()
 
     def _send(self, local: int, send: Callable[..., None], death_sig: signal.Signals | None = None) -> None:
-        if self._processes[local].poll() is None:
-            self._sent[local].add(death_sig or signal.SIGTERM)
+        self._sent.add((local, death_sig or signal.SIGTERM))
         send(death_sig)
