@@ -107,8 +107,8 @@ from ddp_loop.training.rows import (
     use_moments,
 )
 from ddp_loop.training.validation import (
+    MEAN,
     REFUSED_NAMES,
-    TORCHS_SUM,
     Reduction,
     Sum,
     Value,
@@ -122,8 +122,7 @@ from ddp_loop.training.validation import (
     explain,
     find_scale,
     parts_of,
-    refuse_partial_mean,
-    refuse_sum,
+    refuse_other_means,
     refuse_wrapped,
     reserved_names,
     warn,
@@ -336,7 +335,7 @@ class Step:
             return
         weight = None if weight is None else check_weight(weight)
         value, made_by = job.fold.unscaled(loss) if job.fold.scalers else (loss.detach().clone(), loss.grad_fn)
-        size = _add_loss(record, value, weight, reduction, metrics, made_by, self.iteration)
+        size = _add_loss(record, value, weight, reduction, metrics, made_by, reads=not job.fold.control.is_late)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)
@@ -631,6 +630,17 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
     return reduced.to(device)
 
 
+def _is_plain_mean(loss: Any, samples: int, *, reads: bool) -> bool:
+    """Whether a loss is torch's cross-entropy over all labels of a shard: each step asks, and most are."""
+    if not hasattr(loss, "_saved_ignore_index") or loss._saved_reduction != MEAN:
+        return False
+    labels = loss._raw_saved_target.data
+    divisor = loss._raw_saved_total_weight.data  # what a hook for saved tensors has packed is another type
+    if loss._raw_saved_weight.data is not None or type(labels) is not torch.Tensor or type(divisor) is not torch.Tensor:
+        return False
+    return labels.numel() % samples == 0 and (not reads or divisor.item() == labels.numel())
+
+
 def _add_loss(
     record: ShardRecord,
     value: torch.Tensor,
@@ -638,7 +648,8 @@ def _add_loss(
     reduction: str,
     metrics: dict[str, Value],
     made_by: Node | None,
-    iteration: int,
+    *,
+    reads: bool,
 ) -> Weight:
     """Record a shard's loss and its metrics; returns the shard's weight.
 
@@ -647,7 +658,7 @@ def _add_loss(
         value: of the loss, shape (), a tensor of the record's own.
         weight, reduction, metrics: as given to `Step.backward`.
         made_by: the operation whose result the loss is.
-        iteration: of the step.
+        reads: whether values may be read; on a GPU the host would wait.
 
     Raises:
         ValueError: an unknown reduction, torch's sum over samples as their mean, its mean over something else without
@@ -657,11 +668,8 @@ def _add_loss(
         raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
     if not REFUSED_NAMES.isdisjoint(metrics):
         raise reserved_names(metrics)
-    if reduction == "mean" and not record.losses:
-        if getattr(made_by, "_saved_reduction", None) == TORCHS_SUM or hasattr(made_by, "_saved_alpha"):
-            refuse_sum(made_by, record.shard.samples)  # one of torch's losses, or several added up
-        if weight is None and not iteration & (iteration - 1):  # a power of two: in most steps it takes no time
-            refuse_partial_mean(made_by)
+    if reduction == "mean" and not _is_plain_mean(made_by, record.shard.samples, reads=reads):
+        refuse_other_means(made_by, record.shard.samples, has_weight=weight is not None, reads=reads)
     former = record.weight
     if record.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
         weight = weight.where(weight == former, math.nan)  # the guard finds it one step later

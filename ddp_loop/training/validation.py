@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -260,24 +260,50 @@ def bad_loss(loss: object) -> ValueError:
     )
 
 
-TORCHS_SUM = 2  # at::Reduction::Sum, which torch's losses keep for their backward
+MEAN = 1  # at::Reduction, which torch's losses keep for their backward
+_SUM = 2
+_FACTORS = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0"})
+_SELECTIONS = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
+_MOST_NODES = 64  # of a loss's graph: scaled losses are added, divided and cast
 _MOST_EXACT = 2**24  # numbers that float32 can count
 
 
-def refuse_sum(made_by: Node | None, samples: int) -> None:
-    """Raise ValueError if a loss, or a part of it, is torch's sum over the shard's samples, given as their mean.
+def refuse_other_means(loss: Node | None, samples: int, *, has_weight: bool, reads: bool) -> None:
+    """Raise ValueError if a loss that is given as the mean over a shard's samples is not.
+
+    Looked at are torch's own losses in it: those that are added up, even times a number. A sum counts where it stands
+    alone or is added, since a factor may make it a mean. Without a weight the loss must be a mean over all samples.
 
     Args:
-        made_by: the operation whose result the loss is.
+        loss: the operation whose result the loss is.
         samples: of the shard.
+        has_weight: whether the loss has a weight of its own.
+        reads: whether values may be read; on a GPU the host would wait.
     """
-    if made_by is None or samples < 2:
-        return
-    adds = hasattr(made_by, "_saved_alpha")
-    parts = [below for below, _ in made_by.next_functions] if adds else [made_by]
-    sums = [part for part in parts if part is not None and getattr(part, "_saved_reduction", None) == TORCHS_SUM]
+    found: list[tuple[Any, bool]] = [(loss, True)]
+    for node, is_plain in found:  # grows meanwhile
+        if node is None:
+            continue
+        is_whole = node is loss
+        parts = node.next_functions
+        if hasattr(node, "_saved_alpha"):
+            found += [(part, is_plain) for part, _ in parts[: _MOST_NODES - len(found)]]
+        elif node.name() in _FACTORS:  # a number or a tensor without a graph has None for a part
+            if sum(part is not None for part, _ in parts) == 1 and len(found) < _MOST_NODES:
+                found += [(part, False) for part, _ in parts]
+        elif (reduction := getattr(node, "_saved_reduction", None)) == _SUM and is_plain:
+            _refuse_sum(node, samples, is_alone=is_whole)
+        elif reduction == MEAN and not has_weight:
+            _refuse_partial_mean(node, samples, is_alone=len(found) == 1, reads=reads)
+        elif is_whole and not has_weight and node.name() == "MeanBackward0" and parts[0][0].name() in _SELECTIONS:
+            _refuse_rows(node._saved_self_sym_numel, samples, "selected values")
+
+
+def _refuse_sum(node: Node, samples: int, *, is_alone: bool) -> None:
+    """Raise ValueError if a loss, or a part of it, is torch's sum over the shard's samples."""
     # A sum over other things has other rows; one over tokens has some for each sample.
-    if any(one == samples or (not adds and one > 0 and one % samples == 0) for one in map(_rows_of, sums)):
+    rows = _rows_of(node)
+    if samples > 1 and (rows == samples or (is_alone and rows > 0 and rows % samples == 0)):
         raise ValueError(
             f"step.backward takes the shard's mean loss. This one is torch's sum (reduction=\"sum\") over {samples} "
             "samples, which would train differently on each number of ranks. Tell "
@@ -286,41 +312,46 @@ def refuse_sum(made_by: Node | None, samples: int) -> None:
         )
 
 
-def refuse_partial_mean(made_by: Node | None) -> None:
-    """Raise ValueError if a loss without a weight is torch's cross-entropy with class weights or ignored labels.
+def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: bool) -> None:
+    """Raise ValueError if one of torch's means is by class weights, without ignored labels, or over other rows.
 
-    Its mean divides by the sum of the labels' weights, or by the number of labels that are not ignored. That number is
-    not read on a GPU, for which the host would wait.
-
-    Args:
-        made_by: the operation whose result the loss is; of a sum both parts are looked at.
+    Cross-entropy divides by the sum of the labels' weights, or by the number of labels that are not ignored.
     """
-    if made_by is None:
+    labels = saved_by(node, "target")
+    if not hasattr(node, "_saved_ignore_index"):
+        if is_alone and _rows_of(node):
+            _refuse_rows(saved_by(node, "self").numel(), samples, "values")
         return
-    parts = [below for below, _ in made_by.next_functions] if hasattr(made_by, "_saved_alpha") else [made_by]
-    for part in parts:
-        if part is not None and part.name() == "MulBackward1":  # by label_smoothing
-            part = part.next_functions[0][0]
-        if saved_by(part, "weight") is not None and hasattr(part, "_saved_ignore_index"):
-            raise ValueError(
-                "This loss is a mean by class weights: it divides by the weights of the labels, not by their number, "
-                "and would train differently on each number of ranks. Tell "
-                "step.backward(loss, weight=class_weights[labels].sum()), without ignored labels."
-            )
-        divisor = saved_by(part, "total_weight")
-        labels = saved_by(part, "target")
-        if not isinstance(divisor, torch.Tensor) or not isinstance(labels, torch.Tensor):
-            continue
-        is_exact = divisor.dtype.itemsize >= torch.float32.itemsize and labels.numel() < _MOST_EXACT
-        if is_exact and not is_asynchronous(divisor) and divisor.item() < labels.numel():
-            raise ValueError(
-                f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
-                "the others, and would train differently on each number of ranks. Tell "
-                "step.backward(loss, weight=(labels != ignore_index).sum())."
-            )
+    if saved_by(node, "weight") is not None:
+        raise ValueError(
+            "This loss is a mean by class weights: it divides by the weights of the labels, not by their number, "
+            "and would train differently on each number of ranks. Tell "
+            "step.backward(loss, weight=class_weights[labels].sum()), without ignored labels."
+        )
+    divisor = saved_by(node, "total_weight")
+    if not isinstance(divisor, torch.Tensor) or not isinstance(labels, torch.Tensor):
+        return
+    is_exact = divisor.dtype.itemsize >= torch.float32.itemsize and labels.numel() < _MOST_EXACT
+    if reads and is_exact and divisor.item() < labels.numel():
+        raise ValueError(
+            f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
+            "the others, and would train differently on each number of ranks. Tell "
+            "step.backward(loss, weight=(labels != ignore_index).sum())."
+        )
+    _refuse_rows(labels.numel(), samples, "labels")
 
 
-def saved_by(loss: Node | None, name: str) -> object:
+def _refuse_rows(rows: int, samples: int, what: str) -> None:
+    """Raise ValueError if a mean is over so many rows that they cannot be as many for each sample of the shard."""
+    if rows % samples:
+        raise ValueError(
+            f"This loss is a mean over {rows} {what}, and the shard has {samples} samples. It would be weighted by "
+            f"the samples, and train differently on each number of ranks. Tell step.backward(loss, weight={rows}), the "
+            "number of what the mean is over."
+        )
+
+
+def saved_by(loss: Node | None, name: str) -> Any:
     """What an operation keeps for its backward; not unpacked, since activation checkpointing would compute it again."""
     return getattr(getattr(loss, f"_raw_saved_{name}", None), "data", None)
 
@@ -446,9 +477,6 @@ def refuse_wrapped(modules: Mapping[str, nn.Module], *, training: bool = True) -
                 f"A CUDA graph updates batch norm's running statistics unseen. {name} has one from "
                 "torch.cuda.make_graphed_callables. Graph only the parts without batch norm."
             )
-
-
-_MOST_NODES = 64  # scaled losses are added, divided, cast: the product lies a few operations below the loss
 
 
 def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> tuple[torch.Tensor | None, Node | None]:

@@ -222,6 +222,18 @@ CALLS: list[tuple[Give, str]] = [
     (giving(entropy(weight=TWO)), CLASS_WEIGHTS),
     (giving(entropy(weight=TWO, label_smoothing=0.1)), CLASS_WEIGHTS),
     (giving(lambda model, rows: entropy(weight=TWO)(model, rows) + penalty_of(model)), CLASS_WEIGHTS),
+    (
+        giving(lambda model, rows: 0.5 * entropy(2)(model, rows) + penalty_of(model) + penalty_of(model)),
+        "mean over 4 of",
+    ),
+    (both(calling({"more_losses": True}), giving(entropy(2))), "mean over 4 of a shard's 6 labels"),
+    (both(calling({"more_losses": True}), giving(entropy(reduction="sum"))), SUM),
+    (
+        giving(lambda model, rows: entropy()(model, rows[:5])),
+        r"mean over 5 labels, and the shard has 6 samples.*weight=5",
+    ),
+    (giving(lambda model, rows: nn.functional.mse_loss(model(rows[1:]), rows[1:, :1])), "mean over 5 values"),
+    (giving(lambda model, rows: model(rows)[torch.arange(6) > 1].mean()), "mean over 4 selected values"),
     (giving(entropy(2)), r"mean over 4 of a shard's 6 labels, .* weight=\(labels != ignore_index\)\.sum\(\)"),
     *(
         (calling(keywords), said)
@@ -274,7 +286,7 @@ def test_a_step_that_is_used_wrongly_is_refused_on_every_rank(how: str, shards: 
 
 def go_wrong_alone(folder: Path, act: Act) -> None:
     with dl.join_world() as world:
-        go_wrong(world, str(folder), act, usual, ALL, {}, 4)  # where ignored labels are looked for
+        go_wrong(world, str(folder), act, usual, ALL, {})
 
 
 @pytest.mark.covers("D10")
@@ -297,6 +309,12 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
         giving(entropy(label_smoothing=0.1)),
         giving(entropy(2, weight=TWO), weight=torch.tensor(12.0)),
         giving(entropy(2, reduction="sum"), reduction="sum"),
+        giving(lambda model, rows: entropy(reduction="sum")(model, rows) / len(rows)),
+        giving(lambda model, rows: entropy()(model, rows[:5]), weight=5),
+        giving(lambda model, rows: entropy()(model, rows.repeat(2, 1))),
+        giving(
+            lambda model, rows: loss_of(model, rows) + nn.functional.mse_loss(next(model.parameters()), torch.zeros(()))
+        ),
     ],
 )
 def test_a_penalty_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
