@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from ddp_loop.distributed import Pool
+from ddp_loop.sweeps import running
 from tests.fake_cuda.build import NoFakeCuda, environment
 from tests.support.both_exchanges import exchange_of
 from tests.support.devices import CPU, GPU, run_on_cpu, run_on_gpu, ways_of
@@ -27,6 +29,7 @@ from tests.support.tiers import ALL_ITEMS, combinations, mark_tiers
 
 USUAL_RANKS = 4
 MOST_RANKS = 8
+SWEEP_PLACES, SWEEP_RANKS = 2, 2
 settings.register_profile(
     "fixed",
     derandomize=True,
@@ -226,6 +229,42 @@ def leaves_nothing_behind() -> Iterator[None]:
     left = left_behind(before, allowed)
     if left:
         pytest.fail("a test must leave its surroundings as they were; left:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def warm_pools(pool: Pool) -> Iterator[list[Pool]]:
+    """Pools of two ranks for two places of a sweep: a new process takes seconds to import torch."""
+    pools = [Pool(SWEEP_RANKS) for _ in range(SWEEP_PLACES)]
+    for number, one in enumerate(pools):
+        one.run(os.getpid, SWEEP_RANKS - number)  # the second one is used for single ranks
+    yield pools
+    for one in pools:
+        one.close()
+
+
+@pytest.fixture
+def warm(warm_pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sweeps of this process run on the warm pools; for tests that kill no rank."""
+    free: SimpleQueue[Pool] = SimpleQueue()
+    for one in warm_pools:
+        free.put(one)
+
+    class Lent:
+        def __init__(self, size: int, environment: Mapping[str, str]) -> None:
+            self._pool = warm_pools[0] if size == SWEEP_RANKS else free.get_nowait()
+
+        @property
+        def process_ids(self) -> tuple[int, ...]:
+            return self._pool.process_ids
+
+        def run(self, function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+            return self._pool.run(function, ranks, *arguments)
+
+        def close(self) -> None:
+            free.put(self._pool)
+
+    monkeypatch.setattr(running, "Pool", Lent)
+    monkeypatch.setattr(running, "_CHECK_S", 0.0)  # so that requests take effect at once
 
 
 @pytest.fixture(scope="session")

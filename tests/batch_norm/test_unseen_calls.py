@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F

@@ -3,61 +3,76 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from ddp_loop.distributed import Pool
 from tests.support.paths import EXAMPLES
-from tests.support.scripts import run
+from tests.support.scripts import load, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("D11")]
 
 FOLDER = EXAMPLES / "finetune"
 JOB = ["train.py", "--epochs", "1", "--texts", "96", "--device", "cpu"]
-GREETING = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in sys.argv[1:])
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-tokens = tokenizer("The gradient", return_tensors="pt")["input_ids"]
-assert tokens.numel() and torch.equal(one(tokens).logits, other(tokens).logits)
-print(sum(parameter.numel() for parameter in one.parameters()))
-"""
+
+
+@pytest.fixture(scope="module")
+def pool_of_three() -> Iterator[Pool]:
+    """Ranks of this file alone: tqdm, which transformers imports, leaves a thread. They import transformers once."""
+    with Pool(3) as pool:
+        pool.run(os.getpid, 3)
+        yield pool
 
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def train(ranks: int, folder: Path, *arguments: str) -> list[float]:
-    done = run(
-        "-m", "ddp_loop", "run", "--ranks", str(ranks), *JOB, "--run-dir", str(folder), *arguments, folder=FOLDER
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(folder)
+def run_here(*arguments: str) -> None:
+    """Run the example on this rank."""
+    with mock.patch.object(sys, "argv", [*JOB, *arguments]):
+        load("finetune/train").main()
 
 
-def test_losses_are_those_of_one_process_on_three_ranks(tmp_path: Path) -> None:
-    alone = train(1, tmp_path / "1", "--dropout", "0")
+def greet(*folders: str) -> tuple[int, list[torch.Tensor]]:
+    """The parameters of exported models, and the logits of each for a greeting."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
+    tokens = AutoTokenizer.from_pretrained(folders[0])("The gradient", return_tensors="pt")["input_ids"]
+    assert tokens.numel()
+    return models[0].num_parameters(), [model(tokens).logits.detach() for model in models]
+
+
+def test_losses_are_those_of_one_process_on_three_ranks(pool_of_three: Pool, tmp_path: Path) -> None:
+    for ranks in (1, 3):
+        pool_of_three.run(run_here, ranks, "--dropout", "0", "--run-dir", str(tmp_path / str(ranks)))
+    alone, together = losses(tmp_path / "1"), losses(tmp_path / "3")
     assert len(alone) == 6
     assert alone[-1] < alone[0] - 0.2  # it learns
-    together = train(3, tmp_path / "3", "--dropout", "0")
     assert together == pytest.approx(alone, rel=0, abs=1e-6 * alone[0])
 
 
-def test_fixed_shards_give_the_same_bits_and_weights_come_home(tmp_path: Path) -> None:
+def test_fixed_shards_give_the_same_bits_and_weights_come_home(pool_of_three: Pool, tmp_path: Path) -> None:
     """With dropout and in bfloat16; transformers loads what was exported."""
     found = []
     for ranks in (1, 2, 3):
         options = ["--shards", "4", "--precision", "bf16", "--export", str(tmp_path / f"weights-{ranks}")]
-        found.append(train(ranks, tmp_path / str(ranks), *options))
+        pool_of_three.run(run_here, ranks, *options, "--run-dir", str(tmp_path / str(ranks)))
+        found.append(losses(tmp_path / str(ranks)))
     assert found[1] == found[0]
     assert found[2] == found[0]
     files = {(tmp_path / f"weights-{ranks}" / "model.safetensors").read_bytes() for ranks in (1, 2, 3)}
     assert len(files) == 1
-    said = run("-c", GREETING, str(tmp_path / "weights-1"), str(tmp_path / "weights-3"), folder=tmp_path)
-    assert said.returncode == 0, said.stderr
-    assert int(said.stdout) > 30_000
+    ((number, (one, other)),) = pool_of_three.run(greet, 1, str(tmp_path / "weights-1"), str(tmp_path / "weights-3"))
+    assert number > 30_000
+    assert one.equal(other)
 
 
 def test_accelerates_mean_of_means_has_another_gradient() -> None:

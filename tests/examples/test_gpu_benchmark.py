@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts
-from benchmarks.gpu_machine import count_operations, seeing, wrong_lines
+from benchmarks.gpu_endings import FAILURES
+from benchmarks.gpu_machine import Machine, Sheet, count_operations, seeing, wrong_lines
 from benchmarks.gpu_memory import limit_of
 from benchmarks.gpu_reads import count_reads, said
 from benchmarks.gpu_worlds import Training, plan_worlds, verdict
@@ -323,31 +324,67 @@ def test_every_part_is_rehearsed_on_fake_gpus_and_nothing_is_wrong(rehearsal: tu
         assert row in tables
 
 
+def check_lines(wrong: list[str], lines: Sequence[str]) -> None:
+    """Each of these lines is named, and no other one."""
+    assert all(any(one.startswith(line) for one in wrong) for line in lines), wrong
+    assert all(one.startswith(tuple(lines)) for one in wrong), wrong
+
+
 @pytest.mark.slow
 @pytest.mark.covers("J18")
 @pytest.mark.parametrize(
-    ("part", "faults", "lines"),
+    ("part", "gpus", "faults", "without", "lines"),
     [
+        ("saves", 1, [1], {"kill_and_resume": lambda *_: ""}, ["save and resume, a tensor of 160 KB, 1"]),
         (
-            "saves",
-            [1],
-            ["save and resume, a tensor of 160 KB, 1", "save and resume, a tensor of 160 KB, 2", "the digit job"],
+            "reads",
+            2,
+            [2, 3, 7],
+            {},
+            ["ours: 4 shards, a number as weight", "ours: synced", "ours: evaluate", "ours: predict"],
         ),
-        ("reads", [2, 3, 7], ["ours: 4 shards, a number as weight", "ours: synced", "ours: evaluate", "ours: predict"]),
-        ("endings", [4], ["steps of more than 1 s and a pause of 2 s: exit code 1", "NCCL_DEBUG=WARN"]),
-        ("endings", [5, 8], ["hang: no line names rank 1", "NCCL_DEBUG=WARN: NCCL WARN"]),
-        ("steps", [6], ["operations of 30 batch norms of 256"]),
-        ("tests", [15], ["`tests/distributed/test_devices.py::test_with_gpus_each_is_described"]),
+        (
+            "endings",
+            2,
+            [4],
+            {"FAILURES": []},
+            ["steps of more than 1 s and a pause of 2 s: exit code 1", "NCCL_DEBUG=WARN"],
+        ),
+        (
+            "endings",
+            2,
+            [5, 8],
+            {"FAILURES": [one for one in FAILURES if one.how == "hang"]},
+            ["hang: no line names rank 1", "NCCL_DEBUG=WARN: NCCL WARN"],
+        ),
+        ("steps", 1, [6], {"NETWORKS": ()}, ["operations of 30 batch norms of 256"]),
     ],
 )
 def test_a_fault_that_was_there_once_is_found_and_its_line_is_named(
-    part: str, faults: list[int], lines: list[str], tmp_path: Path
+    part: str,
+    gpus: int,
+    faults: list[int],
+    without: dict[str, Any],
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    code, tables, output = rehearse(part, 2, tmp_path / "tables.md", {**fake_gpus(2), **named(faults)})
-    wrong = wrong_lines(tables)
+    """Without what the fault does not touch; `rehearse` runs the parts whole."""
+    for name, value in {**fake_gpus(gpus), **named(faults)}.items():
+        monkeypatch.setenv(name, value)  # of the ranks that the part starts
+    report = gpu_parts.PARTS[part]
+    for name, value in without.items():
+        monkeypatch.setitem(report.__globals__, name, value)
+    report(Machine(gpus, rehearsed=True), Sheet(tmp_path / "tables.md"))
+    check_lines(wrong_lines((tmp_path / "tables.md").read_text()), lines)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("J18")
+def test_a_test_for_gpus_that_wants_other_words_is_named_and_its_part_fails(tmp_path: Path) -> None:
+    code, tables, output = rehearse("tests", 2, tmp_path / "tables.md", {**fake_gpus(2), **named([15])})
     assert code == 1, output
-    assert all(any(one.startswith(line) for one in wrong) for line in lines), wrong
-    assert all(one.startswith(tuple(lines)) for one in wrong), wrong
+    check_lines(wrong_lines(tables), ["`tests/distributed/test_devices.py::test_with_gpus_each_is_described"])
 
 
 @pytest.mark.parametrize("number", FAULTS)

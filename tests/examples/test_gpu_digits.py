@@ -92,19 +92,15 @@ def test_the_digit_job_has_the_bits_of_the_cpu_on_1_and_2_and_4_gpus_in_turn(
     assert bits_of(folder, "parts") == bits_of(folder, "whole")
 
 
-def launch(
-    folder: Path, ranks: int, device: str, killed: int | None = None, gpus: int = 4
-) -> subprocess.CompletedProcess[str]:
-    """Train through the launcher; one rank may be killed."""
-    script = [str(EXAMPLES / "digits" / "train.py"), *arguments(folder, "parts", ranks, device, EPOCHS)]
-    if killed is not None:
-        (folder / "killing.py").write_text(KILLING)
-        checkpoints = str(folder / "parts" / "checkpoints")
-        script = [str(folder / "killing.py"), str(killed), str(KILLED_AT), checkpoints, *script]
-    (folder / "errors").mkdir(exist_ok=True)
+def launch_and_kill(folder: Path, ranks: int, killed: int) -> subprocess.CompletedProcess[str]:
+    """Train through the launcher, until one rank is killed."""
+    (folder / "killing.py").write_text(KILLING)
+    script = [str(folder / "killing.py"), str(killed), str(KILLED_AT), str(folder / "parts" / "checkpoints")]
+    script += [str(EXAMPLES / "digits" / "train.py"), *arguments(folder, "parts", ranks, "gpu", EPOCHS)]
+    (folder / "errors").mkdir()
     return subprocess.run(
         [sys.executable, "-m", "ddp_loop", "run", "--ranks", str(ranks), *script],
-        env={**os.environ, **environment(gpus, errors=str(folder / "errors"))},
+        env={**os.environ, **environment(ranks, errors=str(folder / "errors"))},
         capture_output=True,
         text=True,
         timeout=SCRIPT_S,
@@ -115,19 +111,17 @@ def launch(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "killed", "after", "device"),
-    [(1, 0, 2, "gpu"), (2, 1, 1, "gpu"), (2, 0, 4, "gpu"), (4, 3, 2, "gpu"), (4, 1, 1, "cpu"), (1, 0, 2, "cpu")],
+    [(1, 0, 2, "gpu"), (2, 1, 4, "gpu"), (4, 3, 1, "cpu")],
 )
 def test_a_digit_job_whose_rank_is_killed_goes_on_elsewhere_with_the_same_bits(
     on_fake_gpus: OnRanks, folder: Path, before: int, killed: int, after: int, device: str
 ) -> None:
     on_fake_gpus(1, train_here, arguments(folder, "whole", 1, "gpu", EPOCHS))
-    ended = launch(folder, before, "gpu", killed)
+    ended = launch_and_kill(folder, before, killed)
     assert ended.returncode != 0
     assert before == 1 or f"rank {killed}" in ended.stderr, ended.stderr
     assert checkpoints_of(folder / "parts") == [STEPS]
-    done = launch(folder, after, device)
-    assert done.returncode == 0, done.stdout + done.stderr
+    found = on_fake_gpus(after, train_here, arguments(folder, "parts", after, device, EPOCHS))
+    assert found == [[]] * after
     assert bits_of(folder, "parts") == bits_of(folder, "whole")
-    errors = [path.read_text() for path in (folder / "errors").iterdir()]
-    assert not any(errors), errors
-    assert device == "cpu" or len(errors) >= after
+    assert not any(path.read_text() for path in (folder / "errors").iterdir())

@@ -7,6 +7,7 @@ same test loss up to float32's rounding: sums of 1,600 terms, four times fed bac
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -15,19 +16,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks, held_ports
+from tests.support.harness import OnRanks
 from tests.support.paths import DOCS, ROOT
 
 SCRIPTS = "plain", "ddp", "accelerated", "fabric"
 SHOWN = "ddp", "accelerated"  # in the document; the others change alike
 TRAINING, TEST = 1600, 197  # images
 WHOLE = "--batch-size", str(TRAINING), "--epochs", "4"
+FABRIC = {"LT_CLI_USED": "1", "LT_ACCELERATOR": "cpu", "LT_DEVICES": "2", "LT_NUM_NODES": "1"}  # as `fabric run` does
 BOUND = 1e-4  # losses are around 2, float32 has 1e-7 of them
 
 Result = tuple[float, float]  # loss and accuracy on the test images after an epoch
@@ -76,19 +77,17 @@ def results_in(printed: str) -> list[Result]:
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
-def run_peer(script: str, *arguments: str) -> list[Result]:
-    """The results of a script without ddp_loop on 2 ranks."""
-    if script != "fabric":
-        return results_in("".join(dl.launch(run_script, 2, "before", script, *arguments)))
-    fabric = str(Path(sys.executable).with_name("fabric"))
-    path = str(ROOT / path_of("before", script))
-    with held_ports(1) as [port]:  # its own default is one port, for all that run at the same time
-        command = [fabric, "run", "--accelerator=cpu", "--devices=2", f"--main-port={port}", path, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    # The exit code is not checked: torch's threads sometimes abort a process that leaves its group open.
-    results = results_in(done.stdout)
-    assert results, done.stderr
-    return results
+def run_twice(script: str) -> tuple[str, str]:
+    """The output of a script without ddp_loop on this rank: with the whole data as one mini-batch, and as it is."""
+    return run_script("before", script, *WHOLE), run_script("before", script)
+
+
+@functools.cache
+def results_of_peer(script: str) -> tuple[list[Result], list[Result]]:
+    """The results of a script without ddp_loop on 2 new ranks, since libraries keep global state."""
+    with mock.patch.dict(os.environ, FABRIC if script == "fabric" else {}):
+        whole, usual = zip(*dl.launch(run_twice, 2, script), strict=True)
+    return results_in("".join(whole)), results_in("".join(usual))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +135,7 @@ def test_the_ddp_loop_script_prints_the_numbers_of_the_plain_one(
 
 @pytest.mark.slow
 def test_accelerate_gives_the_same_numbers(on_one_device: list[Result]) -> None:
-    assert distance(run_peer("accelerated", *WHOLE), on_one_device) < BOUND
+    assert distance(results_of_peer("accelerated")[0], on_one_device) < BOUND
 
 
 @pytest.mark.slow
@@ -145,7 +144,7 @@ def test_ddp_and_fabric_train_the_same_and_test_one_image_twice(script: str, on_
     # The training is the same, so the losses' sums differ by that of the image which fills the last rank up. DDP's
     # script divides by the images it counts, Fabric's by those there are.
     divisor = TEST + 1 if script == "ddp" else TEST
-    peers = run_peer(script, *WHOLE)
+    peers, _ = results_of_peer(script)
     assert len(peers) == 4
     again = [divisor * peer[0] - TEST * truth[0] for peer, truth in zip(peers, on_one_device, strict=True)]
     assert all(0.01 < loss < 10 for loss in again)
@@ -156,7 +155,7 @@ def test_ddp_and_fabric_train_the_same_and_test_one_image_twice(script: str, on_
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_both_sides_learn_equally_well_with_mini_batches(script: str, on_ranks: OnRanks) -> None:
-    before = results_in(run_script("before", script)) if script == "plain" else run_peer(script)
+    before = results_in(run_script("before", script)) if script == "plain" else results_of_peer(script)[1]
     after = results_in(on_ranks(2, run_script, "after", script)[0])
     assert len(before) == len(after) == 10
     assert min(before[-1][1], after[-1][1]) > 0.88

@@ -29,6 +29,7 @@ def test_the_table_of_pruning_has_each_seed_median_and_quartiles(capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_pruned_sweep_makes_fewer_updates_and_the_others_all(tmp_path: Path) -> None:
     for way in suggest.WAYS:
         one = suggest.search(way, 0, tmp_path / way, 5, trials=3, steps=20)

@@ -1,6 +1,7 @@
 """The house plan, checked: sizes, public names, an import without side effects, and where tests lie."""
 
 import ast
+import functools
 import inspect
 import json
 import operator
@@ -68,9 +69,15 @@ def modules_of_tests_in(source: str) -> set[str]:
     return found
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The nodes of a file's tree, which several tests walk."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def functions_of(path: Path) -> Iterator[tuple[str, int]]:
     """Each function of a file, as "file:line name", with its number of lines."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             yield f"{path.name}:{node.lineno} {node.name}", lines
@@ -100,7 +107,7 @@ def test_a_function_fits_on_a_screen() -> None:
 
 
 def classes_of(path: Path) -> Iterator[tuple[str, ast.ClassDef]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ClassDef):
             yield f"{module_of(path)}:{node.name}", node
 
@@ -164,17 +171,14 @@ def test_no_constructor_has_more_than_8_arguments() -> None:
 def test_no_line_packs_two_assignments() -> None:
     # Functions of 60 lines, which are to become shorter. Nothing is added here.
     packed = {"evaluation", "tracing/trace"}
-    found = {module_of(path) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if is_packed(node)}
+    found = {module_of(path) for path in SOURCES for node in nodes_of(path) if is_packed(node)}
     assert found == packed
 
 
 def test_user_errors_raise_instead_of_asserting() -> None:
     # `python -O` drops assert statements, and their message is seldom the rule, what came, the remedy.
     found = [
-        f"{path.name}:{node.lineno}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Assert)
+        f"{path.name}:{node.lineno}" for path in SOURCES for node in nodes_of(path) if isinstance(node, ast.Assert)
     ]
     assert found == []
 

@@ -1,6 +1,7 @@
 """What the documents say, held against what is there: capability rows, commands, the tree, the version."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ EXTRAS = {"monitor": "monitor", "plot": "plots"}  # without which a command refu
 ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
 
 
+@functools.cache
 def covered_by(source: str) -> set[str]:
     """The rows in the `covers` markers of a file's tests: on functions, classes, parameters or the module."""
     marked: list[ast.expr] = []

@@ -1,6 +1,7 @@
 """The rooms of the package: which may import which, by their faces alone, and without circles."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +53,12 @@ def imports_of(source: str, modules: set[str]) -> Iterator[str]:
 
 ALLOWED = allowed_by((ROOT / "docs" / "design.md").read_text())
 MODULES = {module_of(path) for path in SOURCES}
-IMPORTS = {module_of(path): set(imports_of(path.read_text(), MODULES)) for path in SOURCES}
+
+
+@functools.cache
+def imports_by_module() -> dict[str, set[str]]:
+    """What each module imports: not read when tests are collected, which each process does."""
+    return {module_of(path): set(imports_of(path.read_text(), MODULES)) for path in SOURCES}
 
 
 def questions_of_devices_in(source: str) -> list[int]:
@@ -110,12 +116,12 @@ def test_the_table_has_the_rooms_that_exist() -> None:
 
 
 def test_a_room_imports_only_what_the_table_allows() -> None:
-    found = {(room_of(module), room_of(name)) for module, names in IMPORTS.items() for name in names}
+    found = {(room_of(module), room_of(name)) for module, names in imports_by_module().items() for name in names}
     assert {(room, other) for room, other in found if other != room and other not in ALLOWED[room]} == set()
 
 
 def test_the_table_allows_nothing_that_no_room_needs() -> None:
-    needed = {(room_of(module), room_of(name)) for module, names in IMPORTS.items() for name in names}
+    needed = {(room_of(module), room_of(name)) for module, names in imports_by_module().items() for name in names}
     allowed = {(room, other) for room, others in ALLOWED.items() if len(others) < len(ALLOWED) for other in others}
     assert allowed - needed == set()
 
@@ -123,7 +129,7 @@ def test_the_table_allows_nothing_that_no_room_needs() -> None:
 def test_other_rooms_are_imported_by_their_faces() -> None:
     deep = {
         (module, name)
-        for module, names in IMPORTS.items()
+        for module, names in imports_by_module().items()
         for name in names
         if room_of(name) != room_of(module) and name.count(".") > 1
     }
@@ -137,7 +143,7 @@ def test_a_face_only_exports_what_its_room_has() -> None:
         assert isinstance(names, ast.Assign), path
         assert ast.unparse(names.targets[0]) == "__all__", path
         assert all(isinstance(node, ast.ImportFrom) for node in imports), path
-        assert all(room_of(name) == path.parent.name for name in IMPORTS[module_of(path)]), path
+        assert all(room_of(name) == path.parent.name for name in imports_by_module()[module_of(path)]), path
         exported = [alias.name for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
         assert sorted(exported) == sorted(ast.literal_eval(names.value)), path
 
@@ -145,7 +151,7 @@ def test_a_face_only_exports_what_its_room_has() -> None:
 def test_inside_a_room_there_are_no_circles() -> None:
     left = {
         module: {name for name in names if room_of(name) == room_of(module) and name.count(".") > 1}
-        for module, names in IMPORTS.items()
+        for module, names in imports_by_module().items()
         if module.count(".") > 1
     }
     while free := [module for module, names in left.items() if not names & left.keys()]:
