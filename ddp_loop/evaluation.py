@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from math import nan
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from ddp_loop.training import Sum, check_batches, check_mean, refuse_wrapped
 Forward = Callable[[nn.Module, Any], Any]
 Named = Mapping[str, Any] | None
 _SUM = "a dl.Sum"
+_OF_ENTROPY = ("reduction", "ignore_index", "weight", "label_smoothing")
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
@@ -159,7 +161,7 @@ def evaluate(
         for mini_batch, shard, data in shards:
             output, others = (forward or forward_first)(model, data), _split(data)[1]
             place = mini_batch.position * batches.shards + shard.number
-            values = {name: _value_of(function, output, others) for name, function in functions.items()}
+            values = {name: _value_of(one, output, others, shard.samples) for name, one in functions.items()}
             kinds |= {(name, _kind(value)) for name, value in values.items()}
             totals[place] = [shard.samples, *_totals_and_divisors(values, shard.samples)]
             states.update(place, output, others)
@@ -236,24 +238,58 @@ def _require_one_kind(kinds: Collection[tuple[str, str]]) -> dict[str, str]:
     return dict(kinds)
 
 
-def _value_of(function: Metric, output: Any, others: tuple[Any, ...]) -> Any:
+def _value_of(function: Metric, output: Any, others: tuple[Any, ...], samples: int) -> Any:
     """A metric of a shard; of torch's mean cross-entropy its total, and the labels or class weights that it is over."""
     value = function(output, *others)
-    is_module = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss)  # a class of the user's may divide otherwise
-    is_mean = getattr(function, "reduction", None) == "mean" if is_module else function is cross_entropy
-    if not (is_mean or function is nll_loss) or len(others) != 1 or others[0].is_floating_point():
+    reduction, options = _reduction_of(function)
+    if reduction == "sum":
+        return Sum(cast(torch.Tensor, value))
+    if options is None or reduction != "mean" or len(others) != 1 or others[0].is_floating_point():
+        if not isinstance(value, Sum):
+            _refuse_missing([output, *others], samples)
         return value
     labels = others[0].long()
-    ignored = getattr(function, "ignore_index", -100)
+    ignored = options.get("ignore_index", -100)
     counts = labels != ignored
-    if (class_weights := getattr(function, "weight", None)) is not None:
+    if (class_weights := options.get("weight")) is not None:
         counts = class_weights[labels.where(counts, 0)] * counts
     divisor = counts.sum(dtype=torch.float64)
-    if class_weights is not None and (smoothing := getattr(function, "label_smoothing", 0.0)):
+    if class_weights is not None and (smoothing := options.get("label_smoothing", 0.0)):
         # Its part for the other classes counts for a label of weight 0 too.
-        options: dict[str, Any] = {"ignore_index": ignored, "reduction": "sum", "label_smoothing": smoothing}
-        return Sum(cross_entropy(output, labels, class_weights, **options), over=divisor)
+        summed: dict[str, Any] = {"ignore_index": ignored, "reduction": "sum", "label_smoothing": smoothing}
+        return Sum(cross_entropy(output, labels, class_weights, **summed), over=divisor)
     return Sum((value * divisor).where(divisor > 0, 0.0), over=divisor)
+
+
+def _reduction_of(function: Metric) -> tuple[str, Mapping[str, Any] | None]:
+    """The reduction of torch's own losses, "mean" for all others; and the arguments of a cross-entropy, else None."""
+    if isinstance(function, partial) and not function.args:
+        options = function.keywords
+        is_torchs = function.func.__module__ == cross_entropy.__module__
+        is_entropy = function.func in (cross_entropy, nll_loss)
+    else:
+        kind = type(function)
+        options = {name: getattr(function, name) for name in _OF_ENTROPY if hasattr(function, name)}
+        is_torchs = kind.__module__ == nn.CrossEntropyLoss.__module__  # a class of the user's may divide otherwise
+        is_entropy = kind in (nn.CrossEntropyLoss, nn.NLLLoss) or function in (cross_entropy, nll_loss)
+    return options.get("reduction", "mean") if is_torchs else "mean", options if is_entropy else None
+
+
+def _refuse_missing(parts: Sequence[Any], samples: int) -> None:
+    """Raise ValueError if a shard's output and data have fewer rows than the shard has samples.
+
+    Args:
+        parts: the output and the data. A dimension of the samples may come later than the first one.
+        samples: of the shard.
+    """
+    shapes = [part.shape for part in parts if isinstance(part, torch.Tensor) and part.dim()]
+    rows = {shape[0] for shape in shapes}
+    if len(shapes) > 1 and len(rows) == 1 and max(rows) < samples and not any(samples in shape for shape in shapes):
+        raise ValueError(
+            f"A metric is the mean over a shard's samples, {samples} in this one. Its data and the output have "
+            f"{max(rows)} rows, as where collate_fn leaves samples out. Remove them from the data before, or return "
+            "dl.Sum(total, over=rows)."
+        )
 
 
 def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[torch.Tensor | int]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S, OnRanks, child_processes
@@ -136,6 +136,9 @@ CRITERIA: dict[str, Callable[..., torch.Tensor]] = {
     "all": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
     "a class of weight 0": nn.CrossEntropyLoss(CLASS_WEIGHTS.where(torch.arange(10) != 3, 0.0), label_smoothing=0.3),
     "labels of a byte": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    "weights as arguments": partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=3),
+    "a sum": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum"),
+    "a sum as an argument": partial(nn.functional.multi_margin_loss, reduction="sum"),
 }
 
 
@@ -173,6 +176,22 @@ def test_a_criterion_of_the_script_s_own_is_a_mean_over_samples() -> None:
     with dl.join_world() as world:
         found = dl.evaluate(nn.Identity(), dl.Batches(labelled("as it is"), 48, world, shuffle=False), loss=criterion)
     assert found["loss"] == pytest.approx(criterion(*labelled("as it is")).item(), rel=1e-12)
+
+
+def some_of(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return default_collate([one for one in samples if one[1] != 5])
+
+
+def test_data_with_fewer_rows_than_samples_are_refused_but_for_sums() -> None:
+    """As where `collate_fn` leaves samples out."""
+    output, labels = labelled("as it is")
+    with dl.join_world() as world:
+        batches = dl.Batches(TensorDataset(output, labels), 48, world, shuffle=False, collate_fn=some_of)
+        found = dl.evaluate(nn.Identity(), batches, loss=nn.functional.cross_entropy)
+        expected = nn.functional.cross_entropy(output[labels != 5], labels[labels != 5]).item()
+        assert found["loss"] == pytest.approx(expected, rel=1e-12)
+        with pytest.raises(ValueError, match=r"samples, \d in this one. Its data and the output have \d rows"):
+            dl.evaluate(nn.Identity(), batches, accuracy=lambda one, other: (one.argmax(1) == other).float().mean())
 
 
 class OfOnePart(Dataset[tuple[torch.Tensor]]):

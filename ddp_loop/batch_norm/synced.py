@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -47,9 +48,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.batch_norm.capture import refine_statistics
+from ddp_loop.batch_norm.capture import custom_norms, refine_statistics
 from ddp_loop.batch_norm.pooled import from_moments, pool_with_count
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, listed
 
 _ATTRIBUTES = ("_channel", "_number", "_origin")  # attributes that a synced layer has beside its own
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -496,6 +497,13 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
                 f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
             )
     world.raise_if_any_failed(problem)
+    if (others := custom_norms(model.modules())) and world.rank == 0:
+        names = sorted({type(other.module).__name__ for other in others})
+        warnings.warn(
+            f"sync_batch_norm leaves {listed(names)} as it is, a class with running statistics of its own. Where its "
+            "forward normalises by a batch, that is each shard's. Use nn.BatchNorm1d, 2d or 3d there.",
+            stacklevel=2,
+        )
     facts = attrgetter("num_features", "eps", "momentum", "affine", "track_running_stats")
     descriptions = [f"{name}: {', '.join(map(str, facts(layer)))}" for name, layer in layers.items()]
     world.require_equal("the batch-norm layers of a synced model", descriptions)

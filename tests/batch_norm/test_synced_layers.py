@@ -317,3 +317,16 @@ def tell_zeros() -> list[str]:
 @pytest.mark.quick_on_gpus
 def test_what_a_rank_tells_comes_to_all_with_every_bit(on_ranks: OnRanks) -> None:
     assert on_ranks(2, tell_zeros) == [["-inf", "0.0", "-0.0", "0.0"]] * 2
+
+
+class OwnStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(2))
+        self.register_buffer("running_var", torch.ones(2))
+
+
+def test_a_class_with_statistics_of_its_own_is_not_left_local_without_a_word() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), OwnStatistics())
+    with dl.join_world() as world, pytest.warns(UserWarning, match="leaves OwnStatistics as it is.* each shard's"):
+        sync_batch_norm(model, world)

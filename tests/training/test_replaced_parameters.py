@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
@@ -22,6 +23,9 @@ BOUND = 1e-12  # float64, some sums
 def head(number: int) -> nn.Linear:
     torch.manual_seed(number)
     return nn.Linear(6, 1).double()
+
+
+BUFFERS = {"counter": "seen", "filled": "empty", "mask": "mask"}  # names of those that a forward makes
 
 
 def change(model: Any, how: str, rank: int = 0) -> None:
@@ -40,6 +44,8 @@ def change(model: Any, how: str, rank: int = 0) -> None:
         model[2].scale = nn.Parameter(torch.ones(()))
     elif how == "buffer":
         model.append(nn.BatchNorm1d(1, affine=False).double().eval())
+    elif how in BUFFERS:
+        model[2].register_buffer(BUFFERS[how], torch.zeros(()), persistent=how != "mask")
     elif how == "removed":
         model[2].bias = None
     else:
@@ -105,6 +111,7 @@ class Growing(nn.Sequential):
 
     def __init__(self, how: str) -> None:
         super().__init__(*network())
+        self[2].register_buffer("empty", None)
         self._how = how
         self._forwards = 0
 
@@ -120,6 +127,8 @@ IN_FORWARD = {
     "parameter": r"model\.2\.weight is new or was replaced in between",
     "head": r"model\.2\.weight is new or was replaced in between",
     "buffer": r"model\.3\.\w+ is new or was replaced in between",
+    "counter": r"model\.2\.seen is new or was replaced in between",
+    "filled": r"model\.2\.empty is new or was replaced in between",
     "removed": r"One was removed in between",
 }
 
@@ -150,11 +159,34 @@ def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
     refused(ranks, grow_in_forward, how, shards, count, kind="RuntimeError", said=said)
 
 
-def make_activations_anew() -> int:
+def grow_on_one_rank(how: str) -> int:
     """On a rank alone: the other one has no shard."""
     with dl.join_world() as world:
-        return grow_in_forward(world, None, "activation", None, 1)
+        return grow_in_forward(world, None, how, None, 1)
 
 
-def test_modules_without_tensors_change_nothing(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, make_activations_anew) == [1, 1]
+@pytest.mark.parametrize("how", ["activation", "mask"])
+def test_modules_without_tensors_and_buffers_that_are_not_kept_change_nothing(how: str, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, grow_on_one_rank, how) == [1, 1]
+
+
+def lose_buffers() -> Tensors:
+    with dl.join_world() as world:
+        model = network()
+        optimizer = momentum_over(model)
+        prune.random_unstructured(model[2], "weight", 0.5)
+        model[0].register_buffer("seen", torch.zeros(()))
+        for step in loop_over(world, ".", model, run_dir=None):
+            if step.iteration == 3:
+                prune.remove(model[2], "weight")
+                del model[0].seen
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+            optimizer.step()
+        return values_of(model)
+
+
+def test_buffers_can_be_removed_between_two_steps(on_ranks: OnRanks) -> None:
+    (one,) = on_ranks(1, lose_buffers)
+    assert distance(same_on_all(on_ranks(2, lose_buffers)), one) <= BOUND
