@@ -73,7 +73,7 @@ from ddp_loop.data import (
     check_end,
     check_first,
 )
-from ddp_loop.determinism import Leaf, seed_shard, seed_step
+from ddp_loop.determinism import Leaf, same_bits, seed_shard, seed_step
 from ddp_loop.distributed import (
     IDENTITY,
     PeerFailed,
@@ -1531,17 +1531,46 @@ class ControlWord:
         return leave
 
 
+class LateBuffer:
+    """A buffer that a forward made, with its value when it was noticed.
+
+    Args:
+        table, key: its place in its module.
+    """
+
+    def __init__(self, table: dict[str, Any], key: str) -> None:
+        self._place = table, key
+        self._note(table[key])
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+        self._value = tensor.detach().clone()
+
+    def has_changed(self) -> bool:
+        """Whether its values did; a table of another shape is another one. Once it was written, a GPU's host waits."""
+        table, key = self._place
+        now = table.get(key)
+        if now is None or (now is self._tensor and now._version == self._version):
+            return False
+        value = self._value
+        self._note(now)
+        return now.shape == value.shape and not same_bits(now, value)
+
+
 class ModuleStructure:
-    """Notices, by identity, that a script replaced, added or removed modules or parameters, and new or gone buffers.
+    """Notices, by identity, that a script replaced, added or removed modules or parameters, or removed buffers.
 
     It compares the entries of the modules' own tables, at 0.05 microseconds a parameter. A forward may assign new
-    tensors to buffers, and may make buffers that are not persistent, such as a mask that it keeps.
+    tensors to buffers, and may make buffers, even on some ranks alone: a table that it keeps for the next ones. They
+    are in no fold, so they must stay as they were made; see `changed_late_buffer`.
 
     Args:
         state: what the job is made of, by name.
 
     Attributes:
         modules: all modules in the state, by name, as of the last call of `changes`.
+        late: the buffers that were made since the fold, by name.
     """
 
     def __init__(self, state: Mapping[str, object]) -> None:
@@ -1551,10 +1580,11 @@ class ModuleStructure:
         self._tables: list[dict[str, Any]] = []  # of the modules' parameters and modules
         self._buffers: list[dict[str, Any]] = []  # of their buffers
         self._buffer_counts = 0, 0  # all, and those that are None
-        self._buffer_names: list[str] = []  # the persistent ones that are not None
+        self._buffer_names: frozenset[str] = frozenset()  # of those that are not None
+        self.late: dict[str, LateBuffer] = {}  # by name
         self._filled: list[dict[str, Any]] = []  # most modules have no parameters
         self._entries: list[object] = [self]  # of all tables, and of the optimizers; at first what is in neither
-        self._owners: list[object] = []  # all parameters, and the modules that have buffers
+        self._parameters: list[Parameter] = []
         self._known: dict[str, torch.Tensor] = {}  # kept alive, so that no other tensor gets the same id
         self.changes()
 
@@ -1573,6 +1603,7 @@ class ModuleStructure:
         is_same = count == len(self._entries) and all(map(is_, now, self._entries))
         if is_same and buffer_counts == self._buffer_counts:
             return None
+        former = set(self.modules.values())
         self.modules = each_module(find_modules(self._state))
         modules = self.modules.values()
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
@@ -1581,23 +1612,25 @@ class ModuleStructure:
         self._buffers = [module._buffers for module in modules]
         values = list(chain.from_iterable(map(_VALUES, self._buffers)))
         self._buffer_counts = len(values), sum(map(is_, values, repeat(None)))
-        before = self._owners
+        before = self._parameters
         names = self._buffer_names
-        self._owners = [*find_parameters(self._state).values(), *(module for module in modules if module._buffers)]
-        self._buffer_names = [
-            f"{name}.{key}"
-            for name, module in self.modules.items()
-            for key, buffer in module._buffers.items()
-            if buffer is not None and key not in module._non_persistent_buffers_set
-        ]
+        self._parameters = list(find_parameters(self._state).values())
+        tables = {f"{name}.{key}": (one._buffers, key) for name, one in self.modules.items() for key in one._buffers}
+        self._buffer_names = frozenset(name for name, (table, key) in tables.items() if table[key] is not None)
         known = self._known
         self._known = find_tensors(self._state)
-        is_same = len(before) == len(self._owners) and all(map(is_, before, self._owners))
-        if is_same and names == self._buffer_names:
+        is_same = len(before) == len(self._parameters) and all(map(is_, before, self._parameters))
+        is_same = is_same and former.issuperset(module for module in modules if module._buffers)
+        if is_same and names <= self._buffer_names:
+            self.late |= {name: LateBuffer(*tables[name]) for name in self._buffer_names - names}
             return None
+        self.late = {}  # the new fold has them
         tensors = set(known.values())
-        new = {name: tensor for name, tensor in self._known.items() if tensor not in tensors}
-        return dict(sorted(new.items(), key=lambda one: one[0] in known))  # new names before new tensors
+        return {name: tensor for name, tensor in self._known.items() if tensor not in tensors}
+
+    def changed_late_buffer(self) -> str | None:
+        """A buffer that was made after the fold and changed since, by name; None without one."""
+        return next((name for name, buffer in self.late.items() if buffer.has_changed()), None)
 
 
 def _averaged(state: Mapping[str, object]) -> list[nn.Parameter]:
@@ -1731,6 +1764,11 @@ class Job:
                 "The parameters and buffers of state must stay the same ones from a step's first shard to its fold. "
                 f"{what}, perhaps in a forward. Make it before the Loop, by one forward on a sample, or between two "
                 "steps."
+            )
+        elif self.structure.late and (name := self.structure.changed_late_buffer()) is not None:
+            problem = problem or RuntimeError(
+                "A buffer that a forward changes must be there before the Loop, which combines what the shards make of "
+                f"it. {name} was made later. Register it with its first value, or run one forward on a sample before."
             )
         if not (stop or save or self.announces) and problem is None:
             return NO_REQUEST

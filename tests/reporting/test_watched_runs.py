@@ -101,7 +101,8 @@ def test_a_receiver_that_raises_keeps_no_row_from_the_file(on_ranks: OnRanks, tm
     told = json.loads((tmp_path / "status.json").read_text())
     assert told["status"] == "failed"
     rows = [row["iteration"] for row in lines_of(tmp_path / "rows.jsonl")]
-    assert rows == list(range(1, told["step"] + 1))
+    # It may be raised while a step waits for its sums, which has no row then.
+    assert rows in (list(range(1, told["step"])), list(range(1, told["step"] + 1)))
 
 
 def test_an_epoch_that_a_run_goes_on_in_has_the_rows_of_before() -> None:

@@ -25,9 +25,6 @@ def head(number: int) -> nn.Linear:
     return nn.Linear(6, 1).double()
 
 
-BUFFERS = {"counter": "seen", "filled": "empty", "mask": "mask"}  # names of those that a forward makes
-
-
 def change(model: Any, how: str, rank: int = 0) -> None:
     """Put other parameters or modules into the model."""
     if how == "head":
@@ -44,8 +41,8 @@ def change(model: Any, how: str, rank: int = 0) -> None:
         model[2].scale = nn.Parameter(torch.ones(()))
     elif how == "buffer":
         model.append(nn.BatchNorm1d(1, affine=False).double().eval())
-    elif how in BUFFERS:
-        model[2].register_buffer(BUFFERS[how], torch.zeros(()), persistent=how != "mask")
+    elif how == "table":
+        model[2].register_buffer("table", torch.ones(6))
     elif how == "removed":
         model[2].bias = None
     else:
@@ -111,7 +108,6 @@ class Growing(nn.Sequential):
 
     def __init__(self, how: str) -> None:
         super().__init__(*network())
-        self[2].register_buffer("empty", None)
         self._how = how
         self._forwards = 0
 
@@ -127,8 +123,6 @@ IN_FORWARD = {
     "parameter": r"model\.2\.weight is new or was replaced in between",
     "head": r"model\.2\.weight is new or was replaced in between",
     "buffer": r"model\.3\.\w+ is new or was replaced in between",
-    "counter": r"model\.2\.seen is new or was replaced in between",
-    "filled": r"model\.2\.empty is new or was replaced in between",
     "removed": r"One was removed in between",
 }
 
@@ -165,9 +159,61 @@ def grow_on_one_rank(how: str) -> int:
         return grow_in_forward(world, None, how, None, 1)
 
 
-@pytest.mark.parametrize("how", ["activation", "mask"])
-def test_modules_without_tensors_and_buffers_that_are_not_kept_change_nothing(how: str, on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("how", ["activation", "table"])
+def test_modules_without_tensors_and_buffers_that_stay_change_nothing(how: str, on_ranks: OnRanks) -> None:
     assert on_ranks(2, grow_on_one_rank, how) == [1, 1]
+
+
+class Counting(nn.Sequential):
+    """Makes a buffer in its first forward, and another one of it in each."""
+
+    seen: torch.Tensor | None
+
+    def __init__(self, how: str) -> None:
+        super().__init__(*network())
+        self.how = how
+        self.register_buffer("seen", None)
+        self.forwards = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.seen is None:
+            self.seen = torch.zeros(1)
+        elif self.how == "in place":
+            self.seen += 1
+        elif self.how == "assigned":
+            self.seen = self.seen + 1
+        elif self.how == "the same again":
+            self.seen = self.seen.clone()
+        else:
+            self.seen = torch.zeros(self.forwards)
+        return super().forward(rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def count_in_forward(world: dl.World, folder: str | None, how: str) -> int:
+    model = Counting(how)
+    loop = loop_over(world, "", model, run_dir=folder, count=24)
+    for step in loop:
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
+    return loop.iteration
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+@pytest.mark.quick_on_gpus
+def test_a_buffer_that_a_forward_makes_and_changes_is_refused(how: str, refused: Refused) -> None:
+    refused(2, count_in_forward, how, kind="RuntimeError", said=r"model\.seen was made later\. Register it with its")
+
+
+def count_to_the_end(how: str) -> int:
+    with dl.join_world() as world:
+        return count_in_forward(world, None, how)
+
+
+@pytest.mark.parametrize("how", ["the same again", "of another shape"])
+def test_a_table_that_a_forward_makes_may_be_made_again(how: str, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, count_to_the_end, how) == [4, 4]
 
 
 def lose_buffers() -> Tensors:
