@@ -1535,12 +1535,12 @@ class LateBuffer:
     """A buffer that a forward made, with its value when it was noticed.
 
     Args:
-        table, key: its place in its module.
+        module, key: its place.
     """
 
-    def __init__(self, table: dict[str, Any], key: str) -> None:
-        self._place = table, key
-        self._note(table[key])
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self._place = module, key
+        self._note(getattr(module, key))
 
     def _note(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -1549,8 +1549,7 @@ class LateBuffer:
 
     def has_changed(self) -> bool:
         """Whether its values did; a table of another shape is another one. Once it was written, a GPU's host waits."""
-        table, key = self._place
-        now = table.get(key)
+        now = getattr(*self._place, None)
         if now is None or (now is self._tensor and now._version == self._version):
             return False
         value = self._value
@@ -1615,14 +1614,19 @@ class ModuleStructure:
         before = self._parameters
         names = self._buffer_names
         self._parameters = list(find_parameters(self._state).values())
-        tables = {f"{name}.{key}": (one._buffers, key) for name, one in self.modules.items() for key in one._buffers}
-        self._buffer_names = frozenset(name for name, (table, key) in tables.items() if table[key] is not None)
+        places = {
+            f"{name}.{key}": (module, key)
+            for name, module in self.modules.items()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        self._buffer_names = frozenset(places)
         known = self._known
         self._known = find_tensors(self._state)
         is_same = len(before) == len(self._parameters) and all(map(is_, before, self._parameters))
         is_same = is_same and former.issuperset(module for module in modules if module._buffers)
         if is_same and names <= self._buffer_names:
-            self.late |= {name: LateBuffer(*tables[name]) for name in self._buffer_names - names}
+            self.late |= {name: LateBuffer(*places[name]) for name in self._buffer_names - names}
             return None
         self.late = {}  # the new fold has them
         tensors = set(known.values())
