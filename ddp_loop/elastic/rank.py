@@ -94,9 +94,8 @@ def shorten_refusal(error: BaseException) -> None:
     innermost = None
     trace = error.__traceback__
     while trace is not None:
-        if (
-            trace.tb_frame.f_globals.get("__name__") != "contextlib"
-        ):  # it is between a block and what its manager raises
+        # It is between a block and what its context manager raises.
+        if trace.tb_frame.f_globals.get("__name__") != "contextlib":
             innermost = trace
             script = script if is_of_package(trace) else trace
         trace = trace.tb_next
