@@ -266,12 +266,13 @@ def _reduction_of(function: Metric) -> tuple[str, Mapping[str, Any] | None]:
     if isinstance(function, partial) and not function.args:
         options = function.keywords
         is_torchs = function.func.__module__ == cross_entropy.__module__
-        is_entropy = function.func in (cross_entropy, nll_loss)
+        is_entropy = function.func is cross_entropy or function.func is nll_loss
     else:
         kind = type(function)
         options = {name: getattr(function, name) for name in _OF_ENTROPY if hasattr(function, name)}
         is_torchs = kind.__module__ == nn.CrossEntropyLoss.__module__  # a class of the user's may divide otherwise
-        is_entropy = kind in (nn.CrossEntropyLoss, nn.NLLLoss) or function in (cross_entropy, nll_loss)
+        is_functional = function is cross_entropy or function is nll_loss
+        is_entropy = is_functional or kind is nn.CrossEntropyLoss or kind is nn.NLLLoss
     return options.get("reduction", "mean") if is_torchs else "mean", options if is_entropy else None
 
 
@@ -284,7 +285,8 @@ def _refuse_missing(parts: Sequence[Any], samples: int) -> None:
     """
     shapes = [part.shape for part in parts if isinstance(part, torch.Tensor) and part.dim()]
     rows = {shape[0] for shape in shapes}
-    if len(shapes) > 1 and len(rows) == 1 and max(rows) < samples and not any(samples in shape for shape in shapes):
+    is_alike = len(shapes) > 1 and len(rows) == 1 and not any(samples in shape for shape in shapes)
+    if is_alike and 0 < max(rows) < samples and samples % max(rows):  # pairs of samples have half as many
         raise ValueError(
             f"A metric is the mean over a shard's samples, {samples} in this one. Its data and the output have "
             f"{max(rows)} rows, as where collate_fn leaves samples out. Remove them from the data before, or return "

@@ -194,6 +194,32 @@ def test_data_with_fewer_rows_than_samples_are_refused_but_for_sums() -> None:
             dl.evaluate(nn.Identity(), batches, accuracy=lambda one, other: (one.argmax(1) == other).float().mean())
 
 
+def test_pairs_of_samples_and_an_object_that_equals_all_are_means_over_samples() -> None:
+    output, labels = labelled("as it is")
+    with dl.join_world() as world:
+        pairs = dl.Batches(TensorDataset(output[:96], labels[:96]), 32, world, shuffle=False, collate_fn=first_of_pairs)
+        found = dl.evaluate(nn.Identity(), pairs, loss=lambda one, other: one.mean())
+        assert found["loss"] == pytest.approx(output[:96:2].mean().item(), rel=1e-12)
+        batches = dl.Batches((output, labels), 48, world, shuffle=False)
+        assert dl.evaluate(nn.Identity(), batches, loss=EqualToAll())["loss"] == pytest.approx(output.mean().item())
+
+
+def first_of_pairs(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return default_collate(samples[::2])
+
+
+class EqualToAll:
+    """As a metric of torchmetrics, which makes a new metric of a comparison."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return output.mean()
+
+
 class OfOnePart(Dataset[tuple[torch.Tensor]]):
     def __len__(self) -> int:
         return 10

@@ -497,8 +497,12 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
                 f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
             )
     world.raise_if_any_failed(problem)
-    if (others := custom_norms(model.modules())) and world.rank == 0:
-        names = sorted({type(other.module).__name__ for other in others})
+    others = [norm.module for norm in custom_norms(model.modules())]
+    others += [
+        one for one in model.modules() if isinstance(one, torch.jit.ScriptModule) and hasattr(one, "running_var")
+    ]
+    if others and world.rank == 0:
+        names = sorted({getattr(one, "original_name", type(one).__name__) for one in others})
         warnings.warn(
             f"sync_batch_norm leaves {listed(names)} as it is, a class with running statistics of its own. Where its "
             "forward normalises by a batch, that is each shard's. Use nn.BatchNorm1d, 2d or 3d there.",

@@ -351,7 +351,8 @@ class Meetings:
         if (view := self._views.get(key)) is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            view = self._views[key] = self._arenas[rank][offset : offset + count * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):  # a view that was made in it could not be written outside of it
+                view = self._views[key] = self._arenas[rank][offset : offset + count * dtype.itemsize].view(dtype)
         return view
 
     def _put(self, values: Sequence[torch.Tensor]) -> int:

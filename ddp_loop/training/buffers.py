@@ -43,6 +43,11 @@ _FORM = attrgetter("shape", "dtype", "device")
 _KIND = attrgetter("reduction", "opened.dtype", "opened.device")
 
 
+def version_of(tensor: torch.Tensor | None) -> int:
+    """The number of a tensor's writes; 0 of an inference tensor, which counts none."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
 @dataclass(eq=False, repr=False)
 class Buffer:
     """One buffer: its tensor, its value when the step opened, and its rule.
@@ -67,7 +72,7 @@ class Buffer:
         self.home = tensor  # the script's own, which `tensor` is unless a graph holds it
         self.holders = _holders(tensor)  # how many hold that one without a graph: Python, and views
         self.opened = tensor.detach().clone()
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.late = is_asynchronous(tensor)  # whether reading it makes the host wait
         self.travels = False  # whether it was found written silently
         self.unseen = False  # whether a shard of this pass wrote it past torch's version counter
@@ -86,7 +91,7 @@ class Buffer:
         owner = self.places[0][0]
         if self.travels or (isinstance(owner, _NormBase) and owner.training):
             return True  # norm layers' kernels write past the counter
-        is_counted = self.now is not self.tensor or self.tensor._version != self.version
+        is_counted = self.now is not self.tensor or version_of(self.tensor) != self.version
         return is_counted or (not self.late and not same_bits(self.tensor, self.opened))
 
     def stand(self, tensor: torch.Tensor) -> None:
@@ -109,7 +114,7 @@ class Buffer:
                 self.holders = _holders(tensor)
         if _FORM(self.opened) != _FORM(self.tensor):
             self.opened = torch.empty_like(self.tensor)
-        self.version = self.tensor._version
+        self.version = version_of(self.tensor)
         return True
 
     def value(self) -> torch.Tensor:
@@ -222,7 +227,7 @@ class Buffers:
                 continue
             values = list(map(Buffer.value, changed))
             for buffer, value in zip(changed, values, strict=True):
-                buffer.unseen = value is buffer.tensor and value._version == buffer.version
+                buffer.unseen = value is buffer.tensor and version_of(value) == buffer.version
             changed_values.update(zip([buffer.name for buffer in changed], copies_of(values), strict=True))
             if graph_goes_on:
                 _lend_copies(changed)
@@ -406,7 +411,7 @@ def _assign(buffers: Sequence[Buffer], values: list[torch.Tensor]) -> None:
         places.append(buffer.tensor.data if buffer.unseen else buffer.tensor)
     torch._foreach_copy_(places, values)
     for buffer in buffers:
-        buffer.version = buffer.tensor._version
+        buffer.version = version_of(buffer.tensor)
 
 
 def _decoded(tensors: list[torch.Tensor], column: torch.dtype = torch.float64) -> torch.Tensor:

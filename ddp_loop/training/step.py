@@ -88,7 +88,7 @@ from ddp_loop.distributed import (
     listed,
 )
 from ddp_loop.training.buckets import Bucketing, bucket_sizes
-from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
+from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers, version_of
 from ddp_loop.training.checks import NEVER, NonFiniteGuard, StepChecks
 from ddp_loop.training.gather import BatchGather, GatherAgreement
 from ddp_loop.training.gradients import Gradients
@@ -270,6 +270,8 @@ class Step:
             job.replace(new)
         fold = job.fold
         fold.modules = job.structure.modules
+        for buffer in job.structure.late.values():
+            buffer.note()
         job.announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
         if fold.current.opened_by not in (None, self):
             raise RuntimeError(
@@ -335,7 +337,16 @@ class Step:
             return
         weight = None if weight is None else check_weight(weight)
         value, made_by = job.fold.unscaled(loss) if job.fold.scalers else (loss.detach().clone(), loss.grad_fn)
-        size = _add_loss(record, value, weight, reduction, metrics, made_by, reads=not job.fold.control.is_late)
+        size = _add_loss(
+            record,
+            value,
+            weight,
+            reduction,
+            metrics,
+            made_by,
+            is_last=not more_losses,
+            reads=not job.fold.control.is_late,
+        )
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)
@@ -638,7 +649,8 @@ def _is_plain_mean(loss: Any, samples: int, *, reads: bool) -> bool:
     divisor = loss._raw_saved_total_weight.data  # what a hook for saved tensors has packed is another type
     if loss._raw_saved_weight.data is not None or type(labels) is not torch.Tensor or type(divisor) is not torch.Tensor:
         return False
-    return labels.numel() % samples == 0 and (not reads or divisor.item() == labels.numel())
+    is_over_all = labels.dim() > 0 and len(labels) % samples == 0 and divisor.dim() == 0
+    return is_over_all and (not reads or divisor.item() == labels.numel())
 
 
 def _add_loss(
@@ -649,6 +661,7 @@ def _add_loss(
     metrics: dict[str, Value],
     made_by: Node | None,
     *,
+    is_last: bool,
     reads: bool,
 ) -> Weight:
     """Record a shard's loss and its metrics; returns the shard's weight.
@@ -658,6 +671,7 @@ def _add_loss(
         value: of the loss, shape (), a tensor of the record's own.
         weight, reduction, metrics: as given to `Step.backward`.
         made_by: the operation whose result the loss is.
+        is_last: whether no other loss of the shard follows.
         reads: whether values may be read; on a GPU the host would wait.
 
     Raises:
@@ -669,7 +683,8 @@ def _add_loss(
     if not REFUSED_NAMES.isdisjoint(metrics):
         raise reserved_names(metrics)
     if reduction == "mean" and not _is_plain_mean(made_by, record.shard.samples, reads=reads):
-        refuse_other_means(made_by, record.shard.samples, has_weight=weight is not None, reads=reads)
+        is_only = is_last and not record.losses
+        refuse_other_means(made_by, record.shard.samples, is_only=is_only, has_weight=weight is not None, reads=reads)
     former = record.weight
     if record.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
         weight = weight.where(weight == former, math.nan)  # the guard finds it one step later
@@ -1540,21 +1555,22 @@ class LateBuffer:
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self._place = module, key
-        self._note(getattr(module, key))
+        self.note()
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-        self._value = tensor.detach().clone()
+    def note(self) -> None:
+        """Note its value, as a pass opens: between steps the script may change it, as any buffer."""
+        self._tensor = getattr(*self._place, None)
+        self._version = version_of(self._tensor)
+        self._value = None if self._tensor is None else self._tensor.detach().clone()
 
     def has_changed(self) -> bool:
         """Whether its values did; a table of another shape is another one. Once it was written, a GPU's host waits."""
         now = getattr(*self._place, None)
-        if now is None or (now is self._tensor and now._version == self._version):
+        if now is None or (now is self._tensor and version_of(now) == self._version):
             return False
         value = self._value
-        self._note(now)
-        return now.shape == value.shape and not same_bits(now, value)
+        self.note()
+        return value is not None and now.shape == value.shape and not same_bits(now, value)
 
 
 class ModuleStructure:

@@ -263,12 +263,13 @@ def bad_loss(loss: object) -> ValueError:
 MEAN = 1  # at::Reduction, which torch's losses keep for their backward
 _SUM = 2
 _FACTORS = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0"})
+_CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "SqueezeBackward0", "ViewBackward0"})  # of one value
 _SELECTIONS = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MOST_NODES = 64  # of a loss's graph: scaled losses are added, divided and cast
 _MOST_EXACT = 2**24  # numbers that float32 can count
 
 
-def refuse_other_means(loss: Node | None, samples: int, *, has_weight: bool, reads: bool) -> None:
+def refuse_other_means(loss: Node | None, samples: int, *, is_only: bool, has_weight: bool, reads: bool) -> None:
     """Raise ValueError if a loss that is given as the mean over a shard's samples is not.
 
     Looked at are torch's own losses in it: those that are added up, even times a number. A sum counts where it stands
@@ -277,26 +278,49 @@ def refuse_other_means(loss: Node | None, samples: int, *, has_weight: bool, rea
     Args:
         loss: the operation whose result the loss is.
         samples: of the shard.
+        is_only: whether the shard has no other loss.
         has_weight: whether the loss has a weight of its own.
         reads: whether values may be read; on a GPU the host would wait.
     """
-    found: list[tuple[Any, bool]] = [(loss, True)]
-    for node, is_plain in found:  # grows meanwhile
-        if node is None:
+    terms = _terms_of(loss)
+    is_for_each = samples > 1 and sum(hasattr(term, "_saved_ignore_index") for term, _ in terms) == samples
+    for term, is_plain in terms:
+        is_alone = is_only and term is loss
+        reduction = getattr(term, "_saved_reduction", None)
+        if reduction == _SUM and is_plain:
+            _refuse_sum(term, samples, is_alone=term is loss)
+        elif has_weight or is_for_each:
             continue
-        is_whole = node is loss
-        parts = node.next_functions
-        if hasattr(node, "_saved_alpha"):
-            found += [(part, is_plain) for part, _ in parts[: _MOST_NODES - len(found)]]
-        elif node.name() in _FACTORS:  # a number or a tensor without a graph has None for a part
-            if sum(part is not None for part, _ in parts) == 1 and len(found) < _MOST_NODES:
-                found += [(part, False) for part, _ in parts]
-        elif (reduction := getattr(node, "_saved_reduction", None)) == _SUM and is_plain:
-            _refuse_sum(node, samples, is_alone=is_whole)
-        elif reduction == MEAN and not has_weight:
-            _refuse_partial_mean(node, samples, is_alone=len(found) == 1, reads=reads)
-        elif is_whole and not has_weight and node.name() == "MeanBackward0" and parts[0][0].name() in _SELECTIONS:
-            _refuse_rows(node._saved_self_sym_numel, samples, "selected values")
+        elif reduction == MEAN:
+            _refuse_partial_mean(term, samples, is_alone=is_alone, reads=reads)
+        elif is_alone and _name_of(term) == "MeanBackward0" and _name_of(term.next_functions[0][0]) in _SELECTIONS:
+            _refuse_rows(term._saved_self_sym_numel, samples, "selected values")
+
+
+def _terms_of(loss: Node | None) -> list[tuple[Any, bool]]:
+    """The operations whose results are added up in a loss, and whether each is added as it is, without a factor."""
+    found: list[tuple[Any, bool]] = [(loss, True)]
+    terms = []
+    for node, is_plain in found:  # grows meanwhile
+        name = _name_of(node)
+        parts = [] if node is None or len(found) >= _MOST_NODES else [part for part, _ in node.next_functions]
+        given = [part for part in parts if part is not None]
+        if hasattr(node, "_saved_alpha") and parts:
+            found += [(parts[0], is_plain), *((part, is_plain and node._saved_alpha == 1) for part in parts[1:])]
+        elif name in _CASTS or (name == "MeanBackward0" and node._saved_self_sym_numel == 1):
+            found += [(part, is_plain) for part in given]
+        elif name in _FACTORS and len(given) == 1:  # a number or a tensor without a graph has None for a part
+            found += [(given[0], False)]
+        elif name in ("MeanBackward0", "SumBackward0") and _name_of(given[0] if given else None) == "StackBackward0":
+            found += [(part, False) for part, _ in given[0].next_functions[:_MOST_NODES]]
+        elif node is not None:
+            terms.append((node, is_plain))
+    return terms
+
+
+def _name_of(node: Node | None) -> str:
+    """The name of an operation; a script's own may have another `name`."""
+    return type(node).__name__
 
 
 def _refuse_sum(node: Node, samples: int, *, is_alone: bool) -> None:
@@ -317,10 +341,17 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
 
     Cross-entropy divides by the sum of the labels' weights, or by the number of labels that are not ignored.
     """
-    labels = saved_by(node, "target")
     if not hasattr(node, "_saved_ignore_index"):
         if is_alone and _rows_of(node):
             _refuse_rows(saved_by(node, "self").numel(), samples, "values")
+        return
+    labels = saved_by(node, "target")
+    divisor = saved_by(node, "total_weight")
+    if not is_entropy(labels, divisor):
+        return
+    if len(labels) % samples:  # a term of some samples alone
+        if is_alone:
+            _refuse_rows(labels.numel(), samples, "labels")
         return
     if saved_by(node, "weight") is not None:
         raise ValueError(
@@ -328,17 +359,23 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
             "and would train differently on each number of ranks. Tell "
             "step.backward(loss, weight=class_weights[labels].sum()), without ignored labels."
         )
-    divisor = saved_by(node, "total_weight")
-    if not isinstance(divisor, torch.Tensor) or not isinstance(labels, torch.Tensor):
-        return
     is_exact = divisor.dtype.itemsize >= torch.float32.itemsize and labels.numel() < _MOST_EXACT
     if reads and is_exact and divisor.item() < labels.numel():
+        counts = (labels.reshape(samples, -1) != node._saved_ignore_index).sum(1)
+        if samples > 1 and counts[0] > 0 and bool((counts == counts[0]).all()):
+            return  # as many for each sample, such as all tokens but a text's last one
         raise ValueError(
             f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
             "the others, and would train differently on each number of ranks. Tell "
             "step.backward(loss, weight=(labels != ignore_index).sum())."
         )
-    _refuse_rows(labels.numel(), samples, "labels")
+
+
+def is_entropy(labels: object, divisor: object) -> bool:
+    """Whether these are what cross-entropy keeps, and not what a hook for saved tensors has packed."""
+    if not isinstance(labels, torch.Tensor) or not isinstance(divisor, torch.Tensor):
+        return False
+    return divisor.dim() == 0 and divisor.is_floating_point() and labels.dim() > 0 and not labels.is_floating_point()
 
 
 def _refuse_rows(rows: int, samples: int, what: str) -> None:
@@ -361,7 +398,8 @@ def _rows_of(loss: Node) -> int:
     if any(hasattr(below, "variable") for below, _ in loss.next_functions):
         return 0
     output = saved_by(loss, "self")
-    return output.shape[0] if isinstance(output, torch.Tensor) and output.dim() else 0
+    is_known = isinstance(output, torch.Tensor) and output.dim() > 0 and output.is_floating_point()
+    return output.shape[0] if is_known else 0
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -494,7 +532,7 @@ def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> tuple[torch
     for node in nodes:  # grows during the search
         if node is None:
             continue
-        if node.name() == "MulBackward0":
+        if _name_of(node) == "MulBackward0":
             for saved in (node._raw_saved_other, node._raw_saved_self):  # type: ignore[attr-defined]
                 # Not unpacked: what activation checkpointing packs would be computed again.
                 factor = None if saved is None else saved.data

@@ -328,3 +328,17 @@ def sum_of_parameters() -> list[float]:
 
 def test_a_parameter_is_summed_without_a_graph(on_ranks: OnRanks) -> None:
     assert on_ranks(2, sum_of_parameters) == [[3.0, 3.0]] * 2
+
+
+def sum_in_inference_mode() -> list[float]:
+    with dl.join_world() as world:
+        found: list[float] = []
+        for is_inference in (True, False, True):
+            with torch.inference_mode(is_inference):
+                found.append(world.sum(torch.ones(3)).sum().item())
+                found += world.gather(1.0)
+        return found
+
+
+def test_inference_mode_around_collectives_leaves_later_ones_as_they_are(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, sum_in_inference_mode) == [[6.0, 1.0, 1.0] * 3] * 2

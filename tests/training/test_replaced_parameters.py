@@ -181,6 +181,8 @@ class Counting(nn.Sequential):
             self.seen = torch.zeros(1)
         elif self.how == "in place":
             self.seen += 1
+        elif self.how == "between steps":
+            pass
         elif self.how == "assigned":
             self.seen = self.seen + 1
         elif self.how == "the same again":
@@ -197,6 +199,8 @@ def count_in_forward(world: dl.World, folder: str | None, how: str) -> int:
         for rows in step:
             step.backward(loss_of(model, rows))
         step.fold()
+        if how == "between steps" and model.seen is not None:
+            model.seen += 1
     return loop.iteration
 
 
@@ -211,8 +215,8 @@ def count_to_the_end(how: str) -> int:
         return count_in_forward(world, None, how)
 
 
-@pytest.mark.parametrize("how", ["the same again", "of another shape"])
-def test_a_table_that_a_forward_makes_may_be_made_again(how: str, on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("how", ["the same again", "of another shape", "between steps"])
+def test_a_table_that_a_forward_makes_may_be_made_again_or_changed_between_steps(how: str, on_ranks: OnRanks) -> None:
     assert on_ranks(2, count_to_the_end, how) == [4, 4]
 
 

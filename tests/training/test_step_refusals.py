@@ -87,6 +87,39 @@ def entropy(ignored: int = 0, **options: Any) -> Callable[[nn.Module, torch.Tens
     return loss
 
 
+ONES = torch.ones(5, 1).double()
+
+
+def last_of_each_ignored(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """A mean over as many labels of each sample, as of all tokens of a text but its last one."""
+    output = model(rows).repeat_interleave(3, 0)
+    labels = torch.tensor([0, 1, -100]).repeat(len(rows))
+    return nn.functional.cross_entropy(torch.cat([output, -output], 1), labels)
+
+
+def packed(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """A hook keeps other tensors than those that are saved."""
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return torch.tensor([len(kept) - 1])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: kept[int(place)]):
+        return entropy()(model, rows)
+
+
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        ctx.name = "the script's own"
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> torch.Tensor:
+        return slope
+
+
 def giving(loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], **options: Any) -> Give:
     return lambda step, model, rows: step.backward(loss(model, rows), **options)
 
@@ -234,6 +267,11 @@ CALLS: list[tuple[Give, str]] = [
     ),
     (giving(lambda model, rows: nn.functional.mse_loss(model(rows[1:]), rows[1:, :1])), "mean over 5 values"),
     (giving(lambda model, rows: model(rows)[torch.arange(6) > 1].mean()), "mean over 4 selected values"),
+    (giving(lambda model, rows: entropy(weight=TWO)(model, rows).float().mean()), CLASS_WEIGHTS),
+    (
+        giving(lambda model, rows: torch.stack([entropy(weight=TWO)(model, rows), penalty_of(model)]).sum()),
+        CLASS_WEIGHTS,
+    ),
     (giving(entropy(2)), r"mean over 4 of a shard's 6 labels, .* weight=\(labels != ignore_index\)\.sum\(\)"),
     *(
         (calling(keywords), said)
@@ -311,6 +349,13 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
         giving(entropy(2, reduction="sum"), reduction="sum"),
         giving(lambda model, rows: entropy(reduction="sum")(model, rows) / len(rows)),
         giving(lambda model, rows: entropy()(model, rows[:5]), weight=5),
+        giving(lambda model, rows: (entropy()(model, rows[:5]) * 5 + entropy()(model, rows[5:])) / 6),
+        giving(lambda model, rows: entropy()(model, rows) + entropy()(model, rows[:5])),
+        giving(lambda model, rows: torch.stack([entropy(1)(model, row.repeat(3, 1)) for row in rows[:, None]]).mean()),
+        giving(lambda model, rows: last_of_each_ignored(model, rows)),
+        giving(lambda model, rows: packed(model, rows)),
+        giving(lambda model, rows: Named.apply(loss_of(model, rows))),  # type: ignore[no-untyped-call]
+        both(calling({"more_losses": True}), giving(lambda model, rows: nn.functional.mse_loss(model(rows[:5]), ONES))),
         giving(lambda model, rows: entropy()(model, rows.repeat(2, 1))),
         giving(
             lambda model, rows: loss_of(model, rows) + nn.functional.mse_loss(next(model.parameters()), torch.zeros(()))
