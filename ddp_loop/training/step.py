@@ -335,18 +335,9 @@ class Step:
         if not (mini_batch := self._loaded.mini_batch).shards:
             job.fold.backward_empty(record, loss, more=more_losses)
             return
-        weight = None if weight is None else check_weight(weight)
         value, made_by = job.fold.unscaled(loss) if job.fold.scalers else (loss.detach().clone(), loss.grad_fn)
-        size = _add_loss(
-            record,
-            value,
-            weight,
-            reduction,
-            metrics,
-            made_by,
-            is_last=not more_losses,
-            reads=not job.fold.control.is_late,
-        )
+        reads = not job.fold.control.is_late
+        size = _add_loss(record, value, weight, reduction, metrics, made_by, more=more_losses, reads=reads)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)
@@ -661,7 +652,7 @@ def _add_loss(
     metrics: dict[str, Value],
     made_by: Node | None,
     *,
-    is_last: bool,
+    more: bool,
     reads: bool,
 ) -> Weight:
     """Record a shard's loss and its metrics; returns the shard's weight.
@@ -671,19 +662,20 @@ def _add_loss(
         value: of the loss, shape (), a tensor of the record's own.
         weight, reduction, metrics: as given to `Step.backward`.
         made_by: the operation whose result the loss is.
-        is_last: whether no other loss of the shard follows.
+        more: whether another loss of the shard follows.
         reads: whether values may be read; on a GPU the host would wait.
 
     Raises:
         ValueError: an unknown reduction, torch's sum over samples as their mean, its mean over something else without
             a weight, a reserved metric name, or another weight or reduction than the shard's first loss had.
     """
+    weight = None if weight is None else check_weight(weight)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum". Got {reduction!r}.')
     if not REFUSED_NAMES.isdisjoint(metrics):
         raise reserved_names(metrics)
     if reduction == "mean" and not _is_plain_mean(made_by, record.shard.samples, reads=reads):
-        is_only = is_last and not record.losses
+        is_only = not more and not record.losses
         refuse_other_means(made_by, record.shard.samples, is_only=is_only, has_weight=weight is not None, reads=reads)
     former = record.weight
     if record.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
