@@ -1556,7 +1556,7 @@ class LateBuffer:
         self._value = None if self._tensor is None else self._tensor.detach().clone()
 
     def has_changed(self) -> bool:
-        """Whether its values did; a table of another shape is another one. Once it was written, a GPU's host waits."""
+        """Whether its values did, in the same shape: a larger table is new. Once it was written, a GPU's host waits."""
         now = getattr(*self._place, None)
         if now is None or (now is self._tensor and version_of(now) == self._version):
             return False

@@ -77,16 +77,14 @@ def results_in(printed: str) -> list[Result]:
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
-def run_twice(script: str) -> tuple[str, str]:
-    """The output of a script without ddp_loop on this rank: with the whole data as one mini-batch, and as it is."""
-    return run_script("before", script, *WHOLE), run_script("before", script)
-
-
 @functools.cache
 def results_of_peer(script: str) -> tuple[list[Result], list[Result]]:
-    """The results of a script without ddp_loop on 2 new ranks, since libraries keep global state."""
+    """The results of a script without ddp_loop, with the whole data as one mini-batch and as it is.
+
+    Each on 2 new ranks: libraries keep global state, and torch's groups of both would have the same keys in a store.
+    """
     with mock.patch.dict(os.environ, FABRIC if script == "fabric" else {}):
-        whole, usual = zip(*dl.launch(run_twice, 2, script), strict=True)
+        whole, usual = (dl.launch(run_script, 2, "before", script, *words) for words in (WHOLE, ()))
     return results_in("".join(whole)), results_in("".join(usual))
 
 

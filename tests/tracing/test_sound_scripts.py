@@ -240,7 +240,7 @@ UNSOUND = {
         "the same gradients gave another state",
     ),
     "a mean over tokens without their number": (
-        TOKENS.replace(", weight=int(kept.sum())", ""),
+        TOKENS.replace("[kept]), weight=int(kept.sum())", "[kept], reduction='none').mean()"),
         "Step 1, fold",
         "Then give weight=",
     ),

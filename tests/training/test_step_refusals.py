@@ -88,6 +88,7 @@ def entropy(ignored: int = 0, **options: Any) -> Callable[[nn.Module, torch.Tens
 
 
 ONES = torch.ones(5, 1).double()
+FIXED = torch.zeros(6, 4).double()
 
 
 def last_of_each_ignored(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -338,6 +339,7 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
     "give",
     [
         lambda step, model, rows: step.backward(loss_of(model, rows) + penalty_of(model)),
+        giving(lambda model, rows: loss_of(model, rows) + nn.functional.mse_loss(next(model.parameters()), FIXED)),
         lambda step, model, rows: step.backward(sum_of(model, rows) / len(rows)),
         lambda step, model, rows: step.backward(sum_of(model, rows), reduction="sum"),
         lambda step, model, rows: step.backward(mean_matching(model, rows)),
@@ -357,9 +359,7 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
         giving(lambda model, rows: Named.apply(loss_of(model, rows))),  # type: ignore[no-untyped-call]
         both(calling({"more_losses": True}), giving(lambda model, rows: nn.functional.mse_loss(model(rows[:5]), ONES))),
         giving(lambda model, rows: entropy()(model, rows.repeat(2, 1))),
-        giving(
-            lambda model, rows: loss_of(model, rows) + nn.functional.mse_loss(next(model.parameters()), torch.zeros(()))
-        ),
+        giving(lambda model, rows: loss_of(model, rows) + penalty_of(model)),
     ],
 )
 def test_a_penalty_and_a_sum_that_is_divided_or_said_are_taken(give: Give, tmp_path: Path) -> None:
