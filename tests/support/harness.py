@@ -32,7 +32,13 @@ TASK_S = 300.0  # the longest tasks take seconds; a shared machine may be thirty
 MOMENT_S, LOOK_S = 60.0, 0.02  # how long to wait for what takes a moment, and how often to look
 THREAD_END_S = 20.0  # a thread needs a moment to end after the request
 
-PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
+# Set by pytest, by torch when it likes, and by scikit-learn when it is first imported.
+VARIABLES_OF_OTHERS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
 
 
 class OnRanks(Protocol):
@@ -71,7 +77,7 @@ class Surroundings:
 def look_around() -> Surroundings:
     """The surroundings now; some 0.3 ms."""
     return Surroundings(
-        environment_variable=frozenset(item for item in os.environ.items() if item[0] not in PYTEST_OWN),
+        environment_variable=frozenset(item for item in os.environ.items() if item[0] not in VARIABLES_OF_OTHERS),
         thread=frozenset(thread for thread in threading.enumerate() if thread.is_alive()),
         child_process=child_processes(),
         file_in_the_working_folder=frozenset(filter(_is_watched, os.listdir())),
