@@ -271,7 +271,7 @@ class Step:
         fold = job.fold
         fold.modules = job.structure.modules
         for buffer in job.structure.late.values():
-            buffer.note()
+            buffer.note()  # what the script did to it since the last fold is no forward's change
         job.announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
         if fold.current.opened_by not in (None, self):
             raise RuntimeError(
@@ -1547,22 +1547,27 @@ class LateBuffer:
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self._place = module, key
+        self._tensor: torch.Tensor | None = None
+        self._version = 0
+        self._value: torch.Tensor | None = None
         self.note()
 
-    def note(self) -> None:
-        """Note its value, as a pass opens: between steps the script may change it, as any buffer."""
-        self._tensor = getattr(*self._place, None)
-        self._version = version_of(self._tensor)
-        self._value = None if self._tensor is None else self._tensor.detach().clone()
+    def note(self) -> bool:
+        """Note its value if it was written or replaced, and return whether it was."""
+        now = getattr(*self._place, None)
+        if now is self._tensor and version_of(now) == self._version:
+            return False
+        self._tensor = now
+        self._version = version_of(now)
+        self._value = None if now is None else now.detach().clone()
+        return True
 
     def has_changed(self) -> bool:
         """Whether its values did, in the same shape: a larger table is new. Once it was written, a GPU's host waits."""
-        now = getattr(*self._place, None)
-        if now is None or (now is self._tensor and version_of(now) == self._version):
+        before = self._value
+        if not self.note() or before is None or self._value is None:
             return False
-        value = self._value
-        self.note()
-        return value is not None and now.shape == value.shape and not same_bits(now, value)
+        return before.shape == self._value.shape and not same_bits(before, self._value)
 
 
 class ModuleStructure:

@@ -282,14 +282,12 @@ def refuse_other_means(loss: Node | None, samples: int, *, is_only: bool, has_we
         has_weight: whether the loss has a weight of its own.
         reads: whether values may be read; on a GPU the host would wait.
     """
-    terms = _terms_of(loss)
-    is_for_each = samples > 1 and sum(hasattr(term, "_saved_ignore_index") for term, _ in terms) == samples
-    for term, is_plain in terms:
+    for term, is_plain in _terms_of(loss):
         is_alone = is_only and term is loss
         reduction = getattr(term, "_saved_reduction", None)
         if reduction == _SUM and is_plain:
             _refuse_sum(term, samples, is_alone=term is loss)
-        elif has_weight or is_for_each:
+        elif has_weight:
             continue
         elif reduction == MEAN:
             _refuse_partial_mean(term, samples, is_alone=is_alone, reads=reads)
@@ -347,7 +345,7 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
         return
     labels = saved_by(node, "target")
     divisor = saved_by(node, "total_weight")
-    if not is_entropy(labels, divisor):
+    if not _is_entropy(labels, divisor):
         return
     if len(labels) % samples:  # a term of some samples alone
         if is_alone:
@@ -361,17 +359,15 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
         )
     is_exact = divisor.dtype.itemsize >= torch.float32.itemsize and labels.numel() < _MOST_EXACT
     if reads and is_exact and divisor.item() < labels.numel():
-        counts = (labels.reshape(samples, -1) != node._saved_ignore_index).sum(1)
-        if samples > 1 and counts[0] > 0 and bool((counts == counts[0]).all()):
-            return  # as many for each sample, such as all tokens but a text's last one
         raise ValueError(
             f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
             "the others, and would train differently on each number of ranks. Tell "
-            "step.backward(loss, weight=(labels != ignore_index).sum())."
+            "step.backward(loss, weight=(labels != ignore_index).sum()), of the labels as the loss gets them, or "
+            f"weight={samples} if it is a mean over the samples all the same."
         )
 
 
-def is_entropy(labels: object, divisor: object) -> bool:
+def _is_entropy(labels: object, divisor: object) -> bool:
     """Whether these are what cross-entropy keeps, and not what a hook for saved tensors has packed."""
     if not isinstance(labels, torch.Tensor) or not isinstance(divisor, torch.Tensor):
         return False
@@ -384,7 +380,7 @@ def _refuse_rows(rows: int, samples: int, what: str) -> None:
         raise ValueError(
             f"This loss is a mean over {rows} {what}, and the shard has {samples} samples. It would be weighted by "
             f"the samples, and train differently on each number of ranks. Tell step.backward(loss, weight={rows}), the "
-            "number of what the mean is over."
+            f"number of what the mean is over, or weight={samples} if it is a mean over the samples all the same."
         )
 
 

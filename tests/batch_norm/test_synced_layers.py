@@ -326,7 +326,13 @@ class OwnStatistics(nn.Module):
         self.register_buffer("running_var", torch.ones(2))
 
 
-def test_a_class_with_statistics_of_its_own_is_not_left_local_without_a_word() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), OwnStatistics())
-    with dl.join_world() as world, pytest.warns(UserWarning, match="leaves OwnStatistics as it is.* each shard's"):
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "name"), [(OwnStatistics, "OwnStatistics"), (lambda: torch.jit.script(nn.BatchNorm1d(2)), "BatchNorm1d")]
+)
+def test_a_layer_that_cannot_be_synced_is_not_left_local_without_a_word(
+    make: Callable[[], nn.Module], name: str
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), make())
+    with dl.join_world() as world, pytest.warns(UserWarning, match=f"leaves {name} as it is.* each shard's"):
         sync_batch_norm(model, world)

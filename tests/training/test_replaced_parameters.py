@@ -178,10 +178,11 @@ class Counting(nn.Sequential):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         if self.seen is None:
-            self.seen = torch.zeros(1)
+            with torch.inference_mode(self.how == "in inference mode"):
+                self.seen = torch.zeros(1)
         elif self.how == "in place":
             self.seen += 1
-        elif self.how == "between steps":
+        elif self.how in ("between steps", "in inference mode", "before, in inference mode"):
             pass
         elif self.how == "assigned":
             self.seen = self.seen + 1
@@ -194,6 +195,9 @@ class Counting(nn.Sequential):
 
 def count_in_forward(world: dl.World, folder: str | None, how: str) -> int:
     model = Counting(how)
+    if how == "before, in inference mode":
+        with torch.inference_mode():
+            model.seen = torch.zeros(1)
     loop = loop_over(world, "", model, run_dir=folder, count=24)
     for step in loop:
         for rows in step:
@@ -215,7 +219,9 @@ def count_to_the_end(how: str) -> int:
         return count_in_forward(world, None, how)
 
 
-@pytest.mark.parametrize("how", ["the same again", "of another shape", "between steps"])
+@pytest.mark.parametrize(
+    "how", ["the same again", "of another shape", "between steps", "in inference mode", "before, in inference mode"]
+)
 def test_a_table_that_a_forward_makes_may_be_made_again_or_changed_between_steps(how: str, on_ranks: OnRanks) -> None:
     assert on_ranks(2, count_to_the_end, how) == [4, 4]
 
