@@ -200,6 +200,7 @@ def test_pairs_of_samples_and_an_object_that_equals_all_are_means_over_samples()
         pairs = dl.Batches(TensorDataset(output[:96], labels[:96]), 32, world, shuffle=False, collate_fn=first_of_pairs)
         found = dl.evaluate(nn.Identity(), pairs, loss=lambda one, other: one.mean())
         assert found["loss"] == pytest.approx(output[:96:2].mean().item(), rel=1e-12)
+        output, labels = labelled("ignored")
         batches = dl.Batches((output, labels), 48, world, shuffle=False)
         assert dl.evaluate(nn.Identity(), batches, loss=EqualToAll())["loss"] == pytest.approx(output.mean().item())
 

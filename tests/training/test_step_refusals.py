@@ -80,9 +80,10 @@ def entropy(ignored: int = 0, **options: Any) -> Callable[[nn.Module, torch.Tens
 
     def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         output = model(rows)
-        labels = torch.arange(len(rows)) % 2
+        labels = torch.arange(len(rows), device=rows.device) % 2
         labels[:ignored] = -100
-        return nn.functional.cross_entropy(torch.cat([output, -output], 1), labels, **options)
+        there = {name: one.to(rows.device) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
+        return nn.functional.cross_entropy(torch.cat([output, -output], 1), labels, **there)
 
     return loss
 
@@ -210,6 +211,7 @@ WRONGS = {
     "another try": Wrong(
         each(both(fail_in_backward, backward)), r"That of shard \d raised, and may have left parts", shards=(None, 6)
     ),
+    "class weights": Wrong(each(giving(entropy(weight=TWO))), CLASS_WEIGHTS, "ValueError"),
     "no fold": Wrong(each(backward, do_nothing), "before the next one begins. Step 3 was left without it"),
     "its own backward before": Wrong(each(both(back_itself, backward)), OWN, shards=(None, 6)),
     "its own backward after": Wrong(each(both(backward, back_itself)), OWN, shards=(None, 6)),
@@ -360,6 +362,7 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
         giving(lambda model, rows: entropy()(model, rows) + entropy()(model, rows[:5])),
         giving(lambda model, rows: torch.stack([entropy(1)(model, row.repeat(3, 1)) for row in rows[:, None]]).mean()),
         giving(lambda model, rows: packed(model, rows)),
+        giving(lambda model, rows: torch.add(loss_of(model, rows), sum_of(model, rows), alpha=1 / len(rows))),
         giving(lambda model, rows: Named.apply(loss_of(model, rows))),  # type: ignore[no-untyped-call]
         both(calling({"more_losses": True}), giving(lambda model, rows: nn.functional.mse_loss(model(rows[:5]), ONES))),
         giving(lambda model, rows: entropy()(model, rows.repeat(2, 1))),
