@@ -82,7 +82,10 @@ def entropy(ignored: int = 0, **options: Any) -> Callable[[nn.Module, torch.Tens
         output = model(rows)
         labels = torch.arange(len(rows), device=rows.device) % 2
         labels[:ignored] = -100
-        there = {name: one.to(rows.device) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
+        there: dict[str, Any] = {
+            name: option.to(rows.device) if isinstance(option, torch.Tensor) else option
+            for name, option in options.items()
+        }
         return nn.functional.cross_entropy(torch.cat([output, -output], 1), labels, **there)
 
     return loss
