@@ -22,9 +22,9 @@ setup: $(READY)  ## make .venv and install into it; the other targets do this th
 train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, KERNELS=, ARGS=)
 	$(BIN)/python -m ddp_loop run --ranks $(RANKS) examples/digits/train.py $(KERNELS) $(ARGS)
 
-# Without bytecode, which the environment may forbid, each process compiles all modules again.
+# Without bytecode, which the environment may forbid, each process compiles all modules again. It lies beside its source,
+# as that of the installed packages does, and is not looked for elsewhere.
 test test-rest test-all: export PYTHONDONTWRITEBYTECODE =
-test test-rest test-all: export PYTHONPYCACHEPREFIX = $(CURDIR)/build/pycache
 
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)

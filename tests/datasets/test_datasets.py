@@ -6,7 +6,6 @@ from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pytest
-import sklearn.datasets
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -300,6 +299,8 @@ def test_one_hot_labels_have_a_column_for_each_class_even_without_an_image() -> 
 
 @pytest.mark.covers("A5")
 def test_handwritten_digits_are_scikit_learns_enlarged_to_28x28() -> None:
+    import sklearn.datasets  # here, since each process that collects the tests would wait 2 s for it
+
     data = handwritten()
     assert data.images.shape == (1797, 1, 28, 28)
     assert class_sizes_of(data) == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]

@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 FAULT_S = float(os.environ.get("FAULT_S", 18 if "PYTEST_VERSION" in os.environ else 3))
 TASK_S = 300.0  # the longest tasks take seconds; a shared machine may be thirty times slower
 MOMENT_S, LOOK_S = 60.0, 0.02  # how long to wait for what takes a moment, and how often to look
+DESCRIPTORS = "/proc/self/fd"  # links to the open files of this process
 THREAD_END_S = 20.0  # a thread needs a moment to end after the request
 
 # Set by pytest, by torch when it likes, and by scikit-learn when it is first imported.
@@ -192,14 +193,14 @@ def open_files(folder: Path) -> frozenset[str]:
 
     The environment may lie in the working folder, and a library keeps what it reads there: matplotlib its fonts.
     """
-    installed = Path(sys.prefix)
+    inside, installed = f"{folder}/", f"{sys.prefix}/"
     found = set()
-    for descriptor in Path("/proc/self/fd").glob("*"):
+    for descriptor in os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ():
         try:
-            target = os.readlink(descriptor)
+            target = os.readlink(f"{DESCRIPTORS}/{descriptor}")
         except OSError:
             continue  # closed since: the folder listing itself
-        if Path(target).is_relative_to(folder) and not Path(target).is_relative_to(installed):
+        if target.startswith(inside) and not target.startswith(installed):  # paths as objects take 2 ms of each test
             found.add(target)
     return frozenset(found)
 
