@@ -20,14 +20,22 @@ from ddp_loop.sweeps import running
 from tests.fake_cuda.build import NoFakeCuda, environment
 from tests.support.both_exchanges import exchange_of
 from tests.support.devices import CPU, GPU, run_on_cpu, run_on_gpu, ways_of
-from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
+from tests.support.harness import (
+    TASK_S,
+    OnRanks,
+    Result,
+    freeze_what_is_imported,
+    left_behind,
+    look_around,
+    run_cleanly,
+)
 from tests.support.paths import ROOT
 from tests.support.refusals import Refused
 from tests.support.skips import refuse_unknown_skip
 from tests.support.slurm import Slurm, running_slurm
 from tests.support.tiers import ALL_ITEMS, combinations, mark_tiers
 
-USUAL_RANKS = 4
+USUAL_RANKS = 3
 MOST_RANKS = 8
 SWEEP_PLACES, SWEEP_RANKS = 2, 2
 settings.register_profile(
@@ -90,6 +98,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_tiers(items)
 
 
+def pytest_collection_finish() -> None:
+    """Free collections of what all test files have imported."""
+    freeze_what_is_imported()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests that need a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -107,7 +120,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Up to 8 workers; 4 are started at once by the first test that asks, the others when needed."""
+    """Up to 8 workers; 3 are started at once by the first test that asks, the others when needed."""
     with Pool(MOST_RANKS, NO_DNS) as pool:
         POOLS.append(pool)
         pool.run(os.getpid, USUAL_RANKS)

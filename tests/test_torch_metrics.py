@@ -140,7 +140,7 @@ def test_with_fixed_shards_the_bits_do_not_depend_on_the_ranks(shards: int, on_r
 
 def test_ranks_without_samples_add_nothing(on_ranks: OnRanks) -> None:
     whole = expected(5)
-    for found, _ in on_ranks(4, evaluate, 2, None, 5):
+    for found, _ in on_ranks(3, evaluate, 2, None, 5):
         assert {name: found[name] for name in whole} == pytest.approx(whole, abs=1e-6, nan_ok=True)
 
 
