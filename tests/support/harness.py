@@ -214,7 +214,7 @@ def let_ranks_meet(**options: Any) -> None:
 
 
 def freeze_what_is_imported() -> None:
-    """Spare garbage collections what many new modules hold; with torch's objects they took a fifth of all tests' time."""
+    """Spare garbage collections what many new modules hold: torch's objects took them a fifth of the tests' time."""
     global _frozen_modules
     if len(sys.modules) > _frozen_modules + MODULES_TO_FREEZE:
         gc.collect()
