@@ -36,6 +36,7 @@ class LoadedBatch:
     _stream: Iterator[Any]
     _batches: Batches
     _data: list[Any] = field(default_factory=list)
+    _early: list[Any] = field(default_factory=list)  # at most one shard's, before the transform
     _error: Exception | None = None
 
     def data(self, shard: int) -> Any:
@@ -45,7 +46,7 @@ class LoadedBatch:
         batches = self._batches
         while len(self._data) <= shard:
             following = self.mini_batch.shards[len(self._data)]
-            data = next(self._stream)
+            data = self._early.pop() if self._early else next(self._stream)
             changed = data if batches._transform is None else batches._changed(self.mini_batch, following, data)
             self._data.append(changed)
         return self._data[shard]
@@ -55,10 +56,11 @@ class LoadedBatch:
         return self._batches._nothing(self.mini_batch)
 
     def read_ahead(self) -> None:
-        """Read the first shard's data now; an error is raised when the data are used."""
+        """Read the first shard's data now, if that gives what it gives later; an error is raised when they are used."""
+        if not self.mini_batch.shards or not self._batches.reads_early:
+            return
         try:
-            if self.mini_batch.shards:
-                self.data(0)
+            self._early.append(next(self._stream))
         except Exception as error:
             self._error = error
 
@@ -389,6 +391,15 @@ class Batches:
         """Whether data wait on the host until a first step shows how much memory their device has left."""
         return isinstance(self._reader, TensorReader) and self._reader.waits
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether a step's data may be read in the fold before it: by workers, which read early in torch too.
+
+        What this process reads it reads in the step, since the script may change the model, the tensors or a level of
+        noise until then.
+        """
+        return bool(self.num_workers)
+
     def move_after(self, mini_batch: MiniBatch) -> None:
         """Move such data to their device if they fit; called when the step with a mini-batch is over.
 
@@ -503,7 +514,11 @@ class Batches:
             loaded = LoadedBatch(mini_batch, data, self)
             yield loaded
             if own is not None and own.nothing is None and mini_batch.shards:
-                own.nothing = without_rows(loaded.data(0))
+                data = loaded.data(0)
+                try:
+                    own.nothing = without_rows(data)
+                except Exception as error:  # raised when synced batch norm asks for them
+                    own.nothing = error.with_traceback(None)
                 own.skipped = None
 
     def for_evaluation(self) -> Batches:
@@ -572,6 +587,8 @@ class Batches:
                 samples, data = own.skipped
                 own.nothing = without_rows(self._changed(mini_batch, Shard(0, 0, samples), data))
                 own.skipped = None
+            if isinstance(own.nothing, Exception):
+                raise own.nothing
             if own.nothing is not None:
                 return own.nothing
         if isinstance(self._reader, StreamReader):

@@ -58,12 +58,13 @@ class Message:
     @classmethod
     def of(cls, data: Any) -> Message:
         """The message with copies of the small tensors in these data."""
-        memories: dict[int, np.ndarray[Any, Any]] = {}
+        memories: dict[tuple[int, int], np.ndarray[Any, Any]] = {}  # storages of several sizes may begin at one place
 
         def copied(tensor: Any) -> Any:
             if not _can_be_copied(tensor):
                 return tensor
-            memory = memories.setdefault(tensor.data_ptr(), tensor.view(-1).view(torch.uint8).numpy())
+            place = tensor.data_ptr(), tensor.nbytes
+            memory = memories.setdefault(place, tensor.view(-1).view(torch.uint8).numpy())
             return _Copied(memory, tensor.dtype, tensor.shape)
 
         return cls(map_tensors(copied, data), has_copies=True)

@@ -12,16 +12,25 @@ values and bits do not depend on where data lie; so there is no collective.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ddp_loop.accelerators import Accelerator, accelerator_of
 
 Places = Any  # a torch.device, or a tuple or dict of Places
+_TEXTS = (str, bytes, PurePath)
+_WITHOUT_SAMPLES = (*_TEXTS, Number, np.generic, Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -164,5 +173,50 @@ def move_if_fits(parts: Any, device: torch.device) -> Any:
 
 
 def without_rows(data: Any) -> Any:
-    """The data with tensors without rows, (0, ...), in place of their tensors."""
-    return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, data)
+    """The data with tensors and arrays without rows, (0, ...), in place of theirs; numbers and texts stay.
+
+    Containers are searched as by `map_tensors`, and dataclasses too. A list or tuple of texts alone, or of tensors
+    without dimensions, counts as one for each sample and becomes empty.
+
+    Raises:
+        TypeError: another object is among the data. Its samples would be counted as this rank's.
+    """
+    if isinstance(data, np.ndarray) or (isinstance(data, torch.Tensor) and _has_plain_rows(data)):
+        return data[:0] if data.ndim else data
+    if isinstance(data, Mapping):
+        emptied: Any = copy.copy(data) if isinstance(data, MutableMapping) else dict(data)
+        for key, value in data.items():
+            emptied[key] = without_rows(value)
+        return emptied
+    if isinstance(data, tuple | list) and not isinstance(data, PackedSequence):
+        parts = [] if _has_one_per_sample(data) else [without_rows(value) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        emptied = copy.copy(data)  # dataclasses.replace would call __post_init__, which may refuse no rows
+        names = {field.name for field in dataclasses.fields(data) if hasattr(data, field.name)}
+        for name in names | set(getattr(data, "__dict__", ())):  # a cached_property has rows too
+            object.__setattr__(emptied, name, without_rows(getattr(data, name)))
+        return emptied
+    if data is None or isinstance(data, _WITHOUT_SAMPLES):
+        return data
+    raise TypeError(
+        "For synced batch norm a rank without samples calls the model too, with data without rows. Got a "
+        f"{_kind(data)}, whose rows cannot be removed. Use larger mini-batches, so that every rank has samples, or let "
+        "collate_fn and transform return tensors, arrays, or tuples, lists, dicts and dataclasses of them."
+    )
+
+
+def _has_plain_rows(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _kind(data: Any) -> str:
+    if not isinstance(data, torch.Tensor):
+        return type(data).__name__
+    return "nested tensor" if data.is_nested else f"tensor of layout {data.layout}"
+
+
+def _has_one_per_sample(items: tuple[Any, ...] | list[Any]) -> bool:
+    if hasattr(items, "_fields"):
+        return False
+    return all(isinstance(item, _TEXTS) or getattr(item, "ndim", 1) == 0 for item in items)

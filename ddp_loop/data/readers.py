@@ -36,7 +36,7 @@ from ddp_loop.data.placement import (
     tensors_in,
     to_devices,
 )
-from ddp_loop.data.seeded_dataset import PROBE, SeededDataset, Wanted
+from ddp_loop.data.seeded_dataset import ONE_BY_ONE, PROBE, SeededDataset, Wanted
 from ddp_loop.determinism import preserved_streams, stream_key
 from ddp_loop.distributed import WorkerSignals, children_except, end_daemons
 
@@ -51,6 +51,7 @@ _DRAWS_INSTEAD = (
     " For weighted draws, as by a WeightedRandomSampler, pass a data set without a length that draws a sample in its "
     "__getitem__, and length=; docs/migrate.md shows one."
 )
+_CHOOSES = ("__getitem__", "__getitems__", "__len__")  # the methods of a TensorDataset by which samples are chosen
 _PROBE_S = 30  # for a worker to start and read three samples; if it takes longer, they are not compared
 
 
@@ -75,11 +76,18 @@ class Request:
 def as_parts(data: Any) -> Any | None:
     """`data` as tensors with one row per sample (one, or a tuple or dict of them), or None if it is a data set.
 
-    An object with `tensors`, such as torch's `TensorDataset`, counts as these tensors, unless it has its own
-    `__getitem__`, which may transform them.
+    An object with `tensors`, such as torch's `TensorDataset`, counts as these tensors, unless its class has methods
+    that may choose or transform samples.
     """
-    if getattr(type(data), "__getitem__", None) in (None, TensorDataset.__getitem__):
-        data = getattr(data, "tensors", data)
+    if _counts_as_its_tensors(data):
+        parts = as_parts(data.tensors)
+        if parts is not None and hasattr(data, "__len__") and len(data) != common_length(parts):
+            raise ValueError(
+                "An object with tensors and without __getitem__ must have a sample for each row of the tensors. Got a "
+                f"{type(data).__name__} with {len(data)} samples and {common_length(parts)} rows. Pass the rows that "
+                "you want as tensors, or define __getitem__."
+            )
+        return parts
     if isinstance(data, torch.Tensor):
         if data.layout is not torch.strided or data.is_nested:
             form = "a nested tensor" if data.is_nested else data.layout
@@ -100,6 +108,21 @@ def as_parts(data: Any) -> Any | None:
         kind: Any = type(data)
         return kind(*parts.values()) if hasattr(data, "_fields") else tuple(parts.values())
     return None
+
+
+def _counts_as_its_tensors(data: Any) -> bool:
+    kind = type(data)
+    if not issubclass(kind, TensorDataset):
+        chooses = callable(data) or any(hasattr(kind, name) for name in ("__getitem__", "__getitems__", "__iter__"))
+        return hasattr(data, "tensors") and not chooses
+    changed = [name for name in _CHOOSES if getattr(kind, name, None) is not getattr(TensorDataset, name, None)]
+    if "__getitems__" in changed and "__getitem__" not in changed:
+        raise TypeError(
+            "Samples are read one by one, by __getitem__, never by __getitems__. Got a "
+            f"{kind.__name__}, which has its own __getitems__ and the __getitem__ of TensorDataset. Define __getitem__ "
+            "too, or pass a TensorDataset."
+        )
+    return not changed
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -246,6 +269,7 @@ class LoaderReader:
         self._probed = sorted({0, (length or 3) // 2, (length or 3) - 1})
         self._sampler = _RequestSampler()
         self._places = places
+        self._length = length
         self._passes = 0
         self._gpu = gpu_in(places)
         keywords = dict(options)
@@ -311,6 +335,12 @@ class LoaderReader:
             _end_workers(loaded, workers)
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+        source = self._keyed.source
+        if self._length is not None and not isinstance(source, _TensorRows) and len(source) != self._length:
+            raise ValueError(
+                f"The data set had {self._length} samples when the Batches were made, and has {len(source)} now. Make "
+                "new Batches, and a new Loop, for each length."
+            )
         self._passes += 1
         this_pass = self._passes
         self._sampler.requests = requests
@@ -391,7 +421,7 @@ def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
 def is_stream(data: Any) -> bool:
     """Whether the data can only be iterated over, as an `IterableDataset` or an ordered iterable without an index."""
     has_order = not isinstance(data, Set | DataLoader)
-    has_index = hasattr(data, "__getitem__") or callable(data) or as_parts(data) is not None
+    has_index = hasattr(data, "__getitem__") or callable(data)
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and has_order and not has_index)
 
 
@@ -435,6 +465,7 @@ def make_reader(
             "data must be tensors (one, a tuple, a dict), a map-style data set, a source that returns sample number "
             f"i as source[i] or source(i), or a stream with __iter__. Got {type(data).__name__}."
             + (" Pass its dataset." if isinstance(data, DataLoader) else "")
+            + (f" {ONE_BY_ONE}" if hasattr(data, "__getitems__") else "")
         )
     if parts is None:
         length = len(data) if hasattr(data, "__len__") else None

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from ddp_loop.data import fingerprints
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.determinism import COLLATE, SAMPLE, next_keys, seed_streams, stream_key
 
 Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
+ONE_BY_ONE = (
+    "Samples are read one by one, by __getitem__, since random numbers depend on the sample. The data set's "
+    "__getitems__ is not called. What combines samples, such as padding, belongs in collate_fn."
+)
 PROBE = -1  # in place of the first sample: asks for the samples' fingerprints only
 
 
@@ -45,7 +50,11 @@ class SeededDataset:
             return self.probe(epoch, indices)
         samples = self.samples(epoch, indices)
         seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
-        return collated(self.collate, samples)
+        try:
+            return collated(self.collate, samples)
+        except Exception as error:
+            self._note_getitems(error)
+            raise
 
     def samples(self, epoch: int, indices: list[int]) -> list[Any]:
         """The samples at these positions of the data, as drawn for that epoch."""
@@ -63,8 +72,16 @@ class SeededDataset:
             ) from error
         except Exception as error:
             error.add_note(f"while sample {index} of epoch {epoch + 1} was read")
+            self._note_getitems(error)
             raise
         return samples
+
+    def _note_getitems(self, error: Exception) -> None:
+        source = self.source
+        while isinstance(source, Subset):  # which has __getitems__ whether or not its data set has
+            source = source.dataset
+        if hasattr(source, "__getitems__"):
+            error.add_note(ONE_BY_ONE)
 
     def probe(self, epoch: int, indices: Iterable[int]) -> Fingerprint:
         """The fingerprints of these samples. A sample that cannot be read is left out; reading its shard raises."""

@@ -95,18 +95,23 @@ class StreamReader:
                 if found is None:
                     break
                 state = streams(device)
-                piece, samples = found
-                data = []
-                for shard in piece.shards:
-                    seed_streams(next_key(key, position, shard.number), device)
-                    data.append(collated(self.collate, samples[shard.start : shard.start + shard.samples]))
-            yield piece, iter([to_devices(one, self.places) for one in data])
+            piece, samples = found
+            yield piece, self._data(piece.shards, samples, next_key(key, position))
         if position == 0:
             what = "too few samples" if self.drop_last else "no samples"
             raise ValueError(
                 f"A stream must give a mini-batch in every epoch. In epoch {epoch + 1} it gave {what}. Pass an object "
                 "whose __iter__ restarts."
             )
+
+    def _data(self, shards: Sequence[Shard], samples: list[Any], key: int) -> Iterator[Any]:
+        """The data of each shard, which `collate` makes when they are used."""
+        device = gpu_in(self.places)
+        for shard in shards:
+            with preserved_streams(device):
+                seed_streams(next_key(key, shard.number), device)
+                data = collated(self.collate, samples[shard.start : shard.start + shard.samples])
+            yield to_devices(data, self.places)
 
     def mini_batches(self, epoch: int) -> Iterator[tuple[MiniBatch, list[Any]]]:
         """The mini-batches of an epoch, counted from 1, with all samples."""

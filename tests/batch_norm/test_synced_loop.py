@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,6 +92,57 @@ def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch_with_th
 ) -> None:
     found = same_on_all([*on_ranks(ranks, train, way, shards), *on_ranks(ranks, train, way, shards)])
     assert distance(found, train_plainly()) < WAYS[way]
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    values: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert len(self.values), "a user's check"
+
+
+@dataclass
+class Outer:
+    inner: Inner
+    name: str = "rows"
+    derived: int = field(default=0, init=False)
+
+
+COLLATED: dict[str, tuple[Callable[[list[torch.Tensor]], Any], Callable[[Any], torch.Tensor]]] = {
+    "dataclass": (lambda rows: Outer(Inner(torch.stack(rows))), lambda batch: batch.inner.values),
+    "array": (lambda rows: {"x": np.stack([row.numpy() for row in rows])}, lambda batch: torch.from_numpy(batch["x"])),
+    "texts": (
+        lambda rows: [" ".join(map(repr, row.tolist())) for row in rows],
+        lambda batch: torch.tensor([float(one) for text in batch for one in text.split()]).reshape(-1, 4),
+    ),
+}
+
+
+def running_mean_over(kind: str) -> torch.Tensor:
+    combine, rows_of = COLLATED[kind]
+    with dl.join_world() as world:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64))
+        dl.sync_batch_norm(model, world)
+        batches = dl.Batches(list(samples(SAMPLES).cpu()), 6, world, shuffle=False, collate_fn=combine)
+        loop = dl.Loop(batches, 1, state={"model": model}, progress=False, allow_single_sample_shards=True)
+        for step in loop:
+            for batch in step:
+                rows = rows_of(batch).to(world.device, torch.float64)
+                step.backward(model(rows).square().mean())
+            step.fold()
+        mean = model[0].running_mean
+        assert isinstance(mean, torch.Tensor)
+        return mean.clone()
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+def test_a_rank_without_samples_adds_none_whatever_holds_the_rows(kind: str, on_ranks: OnRanks) -> None:
+    plain = nn.BatchNorm1d(4, dtype=torch.float64)
+    for rows in samples(SAMPLES).split(6):
+        plain(rows)
+    for found in on_ranks(3, running_mean_over, kind):
+        torch.testing.assert_close(found.cpu(), plain.running_mean, rtol=0, atol=1e-6)  # texts become float32
 
 
 def fold_a_loss_in_bfloat16(weights: tuple[float, ...] | None) -> Tensors:

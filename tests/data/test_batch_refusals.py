@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S, OnRanks
@@ -196,6 +197,56 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
         place = "Sample 7 of epoch 1 raised" if kind is StopIteration else "sample 7 of epoch 1 was read"
         assert place in said
+
+
+class TogetherOnly(Dataset[Any]):
+    """torch's DataLoader reads it, by __getitems__."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+class PaddedTogether(TogetherOnly):
+    """As a data set of Hugging Face whose `set_transform` pads what is read together."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(1 + index)
+
+
+class WithoutBase:
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+ONE_BY_ONE = "one by one, by __getitem__.*__getitems__ is not called.*padding, belongs in collate_fn"
+
+
+@pytest.mark.parametrize("is_subset", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "error"), [(TogetherOnly, NotImplementedError), (PaddedTogether, RuntimeError)], ids=["alone", "padded"]
+)
+def test_an_error_names_getitems_which_only_torch_calls(
+    kind: type[TogetherOnly], error: type[Exception], is_subset: bool
+) -> None:
+    data: Any = Subset(kind(), range(4)) if is_subset else kind()
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 4, world, shuffle=False)
+        with pytest.raises(error) as caught:
+            next(batches.epoch(1)).data(0)
+        assert re.search(ONE_BY_ONE, caught.value.__notes__[-1])
+        with pytest.raises(TypeError, match=f"Got WithoutBase.*{ONE_BY_ONE}"):
+            dl.Batches(WithoutBase(), 4, world)
+
+
+def test_an_error_in_a_subset_does_not_name_the_getitems_of_torchs_subset() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(Subset(Broken(0, KeyError), range(4)), 4, world, shuffle=False)
+        with pytest.raises(KeyError) as caught:
+            next(batches.epoch(1)).data(0)
+        assert caught.value.__notes__ == ["while sample 0 of epoch 1 was read"]
 
 
 def read_all(data: Any, workers: int) -> None:

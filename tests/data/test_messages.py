@@ -13,6 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import get_worker_info
@@ -60,6 +61,19 @@ def test_tensors_that_share_their_memory_still_do() -> None:
     (one, other, square), _ = sent((tensor, tensor, tensor.view(2, 3)))
     one[0] = 9
     assert other[0] == square[0, 0] == 9
+
+
+def of_one_array(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two storages that begin at one address, of different sizes."""
+    array = np.stack([row.numpy() for row, _ in rows])
+    return torch.from_numpy(array[:1]), torch.from_numpy(array), torch.tensor([index for _, index in rows])
+
+
+def test_storages_that_begin_at_one_address_may_have_different_sizes() -> None:
+    start, whole, labels = read(3, collate_fn=of_one_array, **WORKER)[1]
+    assert start.tolist() == [[2.0] * 3]
+    assert whole.tolist() == [[2.0] * 3, [3.0] * 3]
+    assert labels.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -248,3 +248,33 @@ def test_the_guides_on_policy_loop_makes_one_step_of_all_that_the_ranks_collecte
     job += indent(block + "world.print(len(whole), whole.batch_size, step.iteration)\n", "    ")
     ran = on_ranks(2, run_python, str(tmp_path / "job"), job)
     assert [one.printed for one in ran] == ["1 24 1\n", ""]
+
+
+class Foreign:
+    """A batch of a user's own class, whose rows ddp_loop cannot remove."""
+
+    def __init__(self, samples: list[tuple[int, torch.Tensor]]) -> None:
+        self.rows = torch.stack([row for _, row in samples])
+
+
+def train_on_foreign(synced: bool) -> int:
+    with dl.join_world() as world:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64)) if synced else network()
+        if synced:
+            dl.sync_batch_norm(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = dl.Batches(own_stream(world, [8, 4]), 4, world, partition="local", collate_fn=Foreign)
+        steps = 0
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for batch in step:
+                step.backward(model(batch.rows.to(world.device)).square().mean())
+            step.fold()
+            optimizer.step()
+            steps += 1
+        return steps
+
+
+def test_own_batches_whose_rows_cannot_be_removed_are_refused_only_where_they_must_be(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, train_on_foreign, False) == [4, 4]
+    with pytest.raises(dl.RankFailed, match="Got a Foreign, whose rows cannot be removed"):
+        on_ranks(2, train_on_foreign, True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ddp_loop as dl
 from ddp_loop.accelerators import KINDS, Accelerator, accelerator_of
-from ddp_loop.data.placement import parse_devices, tensors_in
+from ddp_loop.data.placement import parse_devices, tensors_in, without_rows
 from ddp_loop.data.readers import Request, TensorReader
 from ddp_loop.distributed import RankFailed
 from tests.support.harness import OnRanks
@@ -100,3 +106,117 @@ def test_data_with_another_structure_than_the_devices_are_refused_on_every_rank(
         on_ranks(2, read_what_collate_made)
     assert "rank 0" in str(failed.value)
     assert "rank 1" in str(failed.value)
+
+
+# -- data without rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    inputs: Any
+    more: Any = None
+
+    @cached_property
+    def doubled(self) -> torch.Tensor:
+        return torch.as_tensor(2 * self.inputs)
+
+
+class Moving(NamedTuple):
+    """A named tuple with a `to`, as many batches have."""
+
+    inputs: torch.Tensor
+
+    def to(self, device: torch.device) -> Moving:
+        return Moving(self.inputs.to(device))
+
+
+class Encoding(UserDict[str, Any]):
+    """A dict with a `to` and an attribute, as the BatchEncoding of Hugging Face's tokenizers."""
+
+    origin = "shards"
+
+    def to(self, device: torch.device) -> Encoding:
+        return self
+
+
+def test_every_kind_of_container_loses_its_rows_and_keeps_its_kind() -> None:
+    array, scalar = INPUTS.numpy(), torch.tensor(3.0)
+    data = Batch({"x": [INPUTS, Batch(array)], "y": Pair(LABELS, (array, 7))}, Batch(Moving(INPUTS), "a text"))
+    found = without_rows(data)
+    assert type(found) is Batch
+    assert [type(one) for one in found.inputs["x"]] == [torch.Tensor, Batch]
+    assert found.inputs["x"][0].shape == found.inputs["x"][1].inputs.shape == (0, 2)
+    assert type(found.inputs["y"]) is Pair
+    assert found.inputs["y"].inputs.shape == (0,)
+    assert found.inputs["y"].labels[0].shape == (0, 2)
+    assert found.inputs["y"].labels[1] == 7
+    assert type(found.more.inputs) is Moving
+    assert found.more.inputs.inputs.shape == (0, 2)
+    assert found.more.more == "a text"
+    assert data.inputs["x"][1].inputs is array  # the data themselves are unchanged
+    assert without_rows((scalar, np.float32(2.0), None, torch.float32)) == (
+        scalar,
+        np.float32(2.0),
+        None,
+        torch.float32,
+    )
+
+
+def test_a_cached_property_of_a_dataclass_loses_its_rows() -> None:
+    data = Batch(INPUTS, INPUTS.shape)
+    assert len(data.doubled) == 6
+    found = without_rows(data)
+    assert found.doubled.shape == (0, 2)
+    assert found.more == INPUTS.shape
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Encoding])
+def test_a_dict_keeps_its_kind(kind: Any) -> None:
+    data = kind(x=INPUTS)
+    found = without_rows(data)
+    assert type(found) is kind
+    assert found["x"].shape == (0, 2)
+    assert data["x"] is INPUTS
+
+
+@pytest.mark.parametrize(
+    "each", [["a", "b"], ("a", "b"), [b"a"], [Path("a")], [torch.tensor(1.0), torch.tensor(2.0)], [np.array(1.0)]]
+)
+def test_a_list_with_a_text_or_a_number_for_each_sample_becomes_empty(each: Any) -> None:
+    inputs, kept = without_rows([INPUTS, each])
+    assert inputs.shape == (0, 2)
+    assert kept == type(each)()
+    assert without_rows([224, 224]) == [224, 224]
+
+
+class Foreign:
+    """A batch of a user's own class."""
+
+    def __init__(self) -> None:
+        self.inputs = INPUTS
+
+
+class Movable(Foreign):
+    def to(self, device: torch.device) -> Movable:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: pack_sequence([torch.zeros(2), torch.zeros(1)]), PackedSequence.__name__),
+        (Foreign, "Foreign"),
+        (Movable, "Movable"),
+        (lambda: {1}, "set"),
+        (lambda: torch.eye(3).to_sparse(), r"tensor of layout torch\.sparse_coo"),
+        (
+            lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged),
+            "nested tensor",
+        ),
+    ],
+    ids=["packed", "class", "class with to", "set", "sparse", "nested"],
+)
+def test_data_whose_rows_cannot_be_removed_are_refused_with_the_remedy(make: Any, named: str) -> None:
+    for data in (make(), [INPUTS, {"x": Batch(make())}]):
+        with pytest.raises(TypeError, match=f"Got a {named}, whose rows cannot be removed. Use larger mini-batches"):
+            without_rows(data)

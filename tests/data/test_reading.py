@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,82 @@ def test_a_users_getitem_takes_precedence_over_the_tensors_of_a_data_set() -> No
     assert equal(first_of(Doubling(INPUTS, LABELS))[0], 2 * FOUR)
 
 
+class First(TensorDataset):
+    """The first samples of its tensors."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Together(TensorDataset):
+    """Its samples are read together, and changed."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        return [tuple(2 * tensor[index] for tensor in self.tensors) for index in indices]
+
+
+class TogetherOrAlone(Together):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return self.__getitems__([index])[0]
+
+
+def test_a_users_length_takes_precedence_over_the_tensors_of_a_data_set() -> None:
+    for data in (First(INPUTS, LABELS), Subset(First(INPUTS, LABELS), range(4))):
+        inputs, labels = zip(*shards_of(data, 3), strict=True)
+        assert equal(torch.cat(inputs), FOUR)
+        assert equal(torch.cat(labels), CLASSES)
+
+
+def test_a_data_set_that_would_be_read_together_is_not_read_by_its_tensors() -> None:
+    assert equal(first_of(TogetherOrAlone(INPUTS, LABELS))[0], 2 * FOUR)
+    with pytest.raises(TypeError, match=r"by __getitem__, never by __getitems__.*Got a Together,.*Define __getitem__"):
+        first_of(Together(INPUTS, LABELS))
+
+
+class Holder:
+    """Not a data set of torch."""
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+
+
+class Streamed(Holder):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(2 * self.tensors[0])
+
+
+class Called(Holder):
+    def __call__(self, index: int) -> torch.Tensor:
+        return torch.as_tensor(2 * self.tensors[0][index])
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Sized(Holder):
+    def __len__(self) -> int:
+        return 4
+
+
+def test_an_object_with_tensors_is_read_by_its_own_methods_if_it_has_some() -> None:
+    assert equal(first_of(Holder((INPUTS, LABELS)))[1], CLASSES)
+    assert equal(first_of(Streamed((INPUTS,))), 2 * FOUR)
+    assert equal(first_of(Called((INPUTS,))), 2 * FOUR)
+    assert equal(first_of(Sized(FOUR)), FOUR)
+    with pytest.raises(ValueError, match="Got a Sized with 4 samples and 10 rows"):
+        first_of(Sized((INPUTS,)))
+
+
 @pytest.mark.covers("A7")
 def test_labelled_images_are_read_as_floats_from_0_to_1_with_class_indices() -> None:
     pixels = torch.arange(SIZE * 28, dtype=torch.uint8).reshape(SIZE, 1, 4, 7)
     pixels[0, 0, 0, :2] = torch.tensor([0, 255])
     names = ("a", "b", "c")
-    images, labels = first_of(datasets.LabelledImages(pixels, LABELS, names))
-    assert equal(images, pixels[:4].float() / 255)
-    assert (images.min(), images.max()) == (0.0, 1.0)
-    assert equal(labels, CLASSES)
+    for options in ({}, {"num_workers": 0}):
+        images, labels = first_of(datasets.LabelledImages(pixels, LABELS, names), **options)
+        assert equal(images, pixels[:4].float() / 255)
+        assert (images.min(), images.max()) == (0.0, 1.0)
+        assert equal(labels, CLASSES)
 
 
 @pytest.mark.parametrize(

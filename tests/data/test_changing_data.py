@@ -1,0 +1,133 @@
+"""Data that the script changes between two steps are those of the step, as in a loop for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import ddp_loop as dl
+from ddp_loop.distributed import RankFailed
+from tests.support.harness import OnRanks
+
+SIZE, EPOCHS = 8, 2
+ROWS = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Its level rises with each step."""
+
+    def __init__(self) -> None:
+        self.level = 0.0
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return ROWS[index] * (1 + self.level)
+
+
+class Everything(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(ROWS)
+
+
+def opposed(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The rows moved to where the loss of the current weights is larger."""
+    with torch.enable_grad():
+        moved = rows.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(moved).square().sum(), moved)
+    return rows + 0.1 * slope
+
+
+def jobs(model: nn.Module) -> dict[str, tuple[Any, dict[str, Any], Callable[[], object]]]:
+    """By name: the data, the options of `Batches`, and what the script does after each step."""
+    noisy = Noisy()
+    kept = ROWS.clone()
+
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        return opposed(model, torch.stack(rows))
+
+    def rise() -> None:
+        noisy.level += 0.1
+
+    def nothing() -> None:
+        pass
+
+    return {
+        "a transform": (ROWS, {"transform": lambda rows, draws: opposed(model, rows)}, nothing),
+        "a collate_fn": (list(ROWS), {"collate_fn": collate}, nothing),
+        "a stream": (Everything(), {"collate_fn": collate}, nothing),
+        "a data set": (noisy, {}, rise),
+        "tensors": (kept, {}, lambda: kept.mul_(1.1)),
+    }
+
+
+def plain(name: str) -> list[float]:
+    """The weights after the loop for one device, of whole mini-batches."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), 0.5)
+    factor = 1.0
+    for start in [*range(0, len(ROWS), SIZE)] * EPOCHS:
+        rows = ROWS[start : start + SIZE]
+        if name in ("a transform", "a collate_fn", "a stream"):
+            rows = opposed(model, rows)
+        sgd.zero_grad()
+        model(rows * factor).square().mean().backward()
+        sgd.step()
+        factor = {"a data set": factor + 0.1, "tensors": factor * 1.1}.get(name, 1.0)
+    return model.weight.flatten().tolist()
+
+
+def network() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(3, 2).double()
+
+
+def train(name: str) -> list[float]:
+    with dl.join_world(seed=0) as world:
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), 0.5)
+        data, options, change = jobs(model)[name]
+        shuffle = None if name == "a stream" else False
+        batches = dl.Batches(data, SIZE, world, shards=4, shuffle=shuffle, **options)
+        for step in dl.Loop(batches, EPOCHS, state={"model": model, "sgd": sgd}, progress=False):
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            sgd.step()
+            change()
+        return model.weight.flatten().tolist()
+
+
+@pytest.mark.covers("B1")
+@pytest.mark.parametrize("name", ["a transform", "a collate_fn", "a stream", "a data set", "tensors"])
+def test_what_a_script_changes_between_steps_is_read_in_the_next_step(name: str, on_ranks: OnRanks) -> None:
+    (alone,) = on_ranks(1, train, name)
+    assert alone == pytest.approx(plain(name), rel=1e-12, abs=1e-12)
+    for ranks in (2, 3):
+        assert on_ranks(ranks, train, name) == [alone] * ranks
+
+
+def train_on_growing_data(by: int) -> None:
+    with dl.join_world() as world:
+        model = network()
+        data = list(ROWS[:10])
+        batches = dl.Batches(data, 4, world)
+        for epoch in dl.Loop(batches, 3, state={"model": model}, progress=False).epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                step.fold()
+            data[min(10, 10 + by) :] = [ROWS[10]] * by
+
+
+@pytest.mark.parametrize(("by", "now"), [(5, 15), (-2, 8)])
+def test_a_data_set_whose_length_changes_is_refused_at_the_next_epoch(by: int, now: int, on_ranks: OnRanks) -> None:
+    said = rf"The data set had 10 samples when the Batches were made, and has {now} now. Make new Batches"
+    with pytest.raises(RankFailed, match=said):
+        on_ranks(2, train_on_growing_data, by)
