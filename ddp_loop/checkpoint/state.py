@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import islice, zip_longest
 from math import isfinite
@@ -190,9 +191,10 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
             f"state= has the names {sorted(state)}, the checkpoint {sorted(kept)}. Pass the same names, or "
             "resume=False to start over."
         )
+    shared = _shared_memory(state)
     for name, value in state.items():
         try:
-            restore_part(value, kept[name])
+            restore_part(value, kept[name], shared)
         except Exception as error:
             raise ValueError(
                 f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "
@@ -200,8 +202,8 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
             ) from error
 
 
-def restore_part(value: Any, kept: Any) -> None:
-    """Restore one live object, to the bit."""
+def restore_part(value: Any, kept: Any, shared: Collection[int] = ()) -> None:
+    """Restore one live object, to the bit; tensors in a dict whose memory is not one of these addresses in place."""
     if isinstance(value, Optimizer):
         needed = set(value.defaults)
         value.load_state_dict(kept)
@@ -212,26 +214,54 @@ def restore_part(value: Any, kept: Any) -> None:
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(kept)
     else:
-        _fill(value, kept)
+        _fill(value, kept, shared)
 
 
-def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any]) -> None:
-    """Restore a dict in place, as well as the dicts and lists in it, which the script may refer to."""
-    filled = {key: _filled(own.get(key), one) for key, one in kept.items()}
+def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any], shared: Collection[int]) -> None:
+    """Restore a dict in place, and the dicts, lists, sets, tensors and arrays in it, which the script may refer to."""
+    filled = {key: _filled(own.get(key), one, shared) for key, one in kept.items()}
     own.clear()
     own.update(filled)
 
 
-def _filled(own: Any, kept: Any) -> Any:
+def _filled(own: Any, kept: Any, shared: Collection[int]) -> Any:
     if isinstance(own, MutableMapping) and isinstance(kept, Mapping):
-        _fill(own, kept)
+        _fill(own, kept, shared)
         return own
     if type(own) is list and type(kept) is list:
-        own[:] = [_filled(before, one) for before, one in zip_longest(own[: len(kept)], kept)]
+        own[:] = [_filled(before, one, shared) for before, one in zip_longest(own[: len(kept)], kept)]
+        return own
+    if type(own) is set and type(kept) is set:
+        own.clear()
+        own.update(kept)
         return own
     if isinstance(own, torch.Tensor) and isinstance(kept, torch.Tensor):
-        return kept.to(own.device)
+        return _filled_tensor(own, kept.to(own.device), shared)
+    if isinstance(own, np.ndarray) and isinstance(kept, np.ndarray) and own.flags.owndata and own.flags.writeable:
+        same_form = (own.shape, own.dtype, own.strides) == (kept.shape, kept.dtype, kept.strides)
+        if same_form:
+            own[...] = kept
+        return own if same_form else kept
     return kept
+
+
+def _filled_tensor(own: torch.Tensor, kept: torch.Tensor, shared: Collection[int]) -> torch.Tensor:
+    """`own` with the bits of `kept`; `kept` itself where that is not possible, or would change another tensor too."""
+    same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
+    if not same_form or own.is_inference() or own.untyped_storage().data_ptr() in shared:
+        return kept
+    with torch.no_grad():
+        return own.copy_(kept)
+
+
+def _shared_memory(state: Mapping[str, object]) -> set[int]:
+    """The addresses of memory that several tensors of a job have; a dict may begin with the model's own weights."""
+    counts: Counter[int] = Counter()
+    for part in state.values():
+        for _, leaf in leaves("", part.state_dict() if hasattr(part, "state_dict") else part):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                counts[leaf.untyped_storage().data_ptr()] += 1
+    return {address for address, number in counts.items() if number > 1}
 
 
 def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:

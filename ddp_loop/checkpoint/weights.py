@@ -245,6 +245,16 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{prefix}.{name}" if prefix else str(name), one)
 
 
+def _can_be_saved(dtype: torch.dtype) -> bool:
+    from safetensors.torch import save
+
+    try:
+        save({"empty": torch.empty(0, dtype=dtype)})
+    except Exception:
+        return False
+    return True
+
+
 def _write(file: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save  # `save_file` makes files that only their owner can read
@@ -252,8 +262,9 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, 
     try:
         content = save(dict(tensors), dict(facts))
     except (SafetensorError, KeyError, ValueError) as error:
-        kinds = ", ".join(sorted({str(one.dtype) for one in tensors.values()}))
-        raise ValueError(f"A safetensors file cannot have tensors of {kinds}. Cast them, and use save_file.") from error
+        unknown = {one.dtype: name for name, one in tensors.items() if not _can_be_saved(one.dtype)}
+        which = listed([f"{dtype} ({name})" for dtype, name in unknown.items()])
+        raise ValueError(f"A safetensors file cannot have {which or error}. Cast them, and use save_file.") from error
     temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     with explained(f"{file} cannot be written", "Make room there, make it writable, or pass another -o FILE."):
         with replacing(file, temporary):
@@ -346,6 +357,9 @@ def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:
     return named, wrong
 
 
+_NEEDS_STATE = ("amsgrad", "centered")  # settings of torch's optimizers with which they keep more
+
+
 def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     """The optimizer's state with the settings of this one, and what does not fit."""
     own = optimizer.state_dict()["param_groups"]
@@ -355,7 +369,10 @@ def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     lacking = {setting for group in kept for setting in optimizer.defaults if setting not in group}
     if lacking:
         wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
-    groups = [{**mine, "params": group["params"]} for mine, group in zip(own, kept, strict=False)]
+    pairs = list(zip(own, kept, strict=False))
+    if needs := sorted({flag for mine, group in pairs for flag in _NEEDS_STATE if mine.get(flag) and not group[flag]}):
+        wrong.append(f"it has {listed(needs)}, and the one there kept no state for it")
+    groups = [{**mine, "params": group["params"]} for mine, group in pairs]
     return {**values, "param_groups": groups}, wrong
 
 

@@ -31,7 +31,7 @@ _PYTHON = random.seed.__self__  # type: ignore[attr-defined]
 _SEED_PYTHON = super(random.Random, _PYTHON).seed  # of an int, `random.seed` without what it does for other types
 
 # The purposes of streams; two purposes never share a key.
-ORDER, SHARD, STEP, SAMPLE, DRAWS, TRANSFORM, COLLATE, EVALUATION = range(1, 9)
+ORDER, SHARD, STEP, SAMPLE, DRAWS, TRANSFORM, COLLATE, EVALUATION, EPOCH = range(1, 10)
 
 
 def stream_key(*words: int) -> int:
@@ -143,6 +143,11 @@ def seed_step(seed: int, step: int, device: torch.device) -> None:
         device: whose torch generator is seeded, beside the CPU's.
     """
     seed_streams(next_key(_of_purpose(seed, STEP), step), device)
+
+
+def seed_epoch(seed: int, epoch: int, device: torch.device) -> None:
+    """Seed the generators for the code before an epoch's first step; a run that resumes inside the epoch repeats it."""
+    seed_streams(next_key(_of_purpose(seed, EPOCH), epoch), device)
 
 
 def seed_evaluated(key: int, position: int, shard: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.determinism import as_int
+from ddp_loop.determinism import as_int, seed_epoch, streams
 from ddp_loop.distributed import FrozenParameters
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
@@ -184,8 +184,10 @@ class Loop:
             self.world.raise_if_any_failed(problem)
             self.world.require_equal("Loop", dict(same))
             self._job.make_equal()
+            before = streams(self.world.device)
             position = restore()
             if position is not None:
+                self._job.keep_streams(before)
                 self.load_state_dict(position)
             self._job.use_shares()
             self._recorder.open_trace_files()
@@ -278,9 +280,11 @@ class Loop:
             while again or not self._is_over:
                 again = False
                 number = where.epochs + 1
+                seed_epoch(self.world.seed, number, self.world.device)
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
                     raise where.out_of_turn(self._begun, is_over=self._is_over)
+            self._job.begin_steps()  # of a finished run there are none
             self.world.stops.agree()  # a request since the last fold
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
@@ -295,8 +299,11 @@ class Loop:
         recorder = self._recorder
         if self._begun or where.epochs + 1 != number or recorder.stopped is not None:
             raise where.out_of_turn(self._begun, is_over=self._is_over)
+        self._job.begin_steps()
         if where.is_done:
             return
+        if where.iteration == where.resumed_at:
+            self._recorder.say_schedule_is_missing(self._job.state)
         self._begun = f"inside epoch {where.epochs + 1}"
         self.world.step = where.iteration
         self._job.checks.state.begin(where.iteration)

@@ -73,7 +73,7 @@ from ddp_loop.data import (
     check_end,
     check_first,
 )
-from ddp_loop.determinism import Leaf, same_bits, seed_shard, seed_step
+from ddp_loop.determinism import Leaf, restore_streams, same_bits, seed_shard, seed_step, streams
 from ddp_loop.distributed import (
     IDENTITY,
     PeerFailed,
@@ -1677,6 +1677,7 @@ class Job:
         structure: of the state's modules.
         gathering: what the passes with held outputs have in common.
         announces: whether the current mini-batch has news for the other ranks.
+        resumed_streams: the states of the generators in the checkpoint, until the first step after it; else None.
     """
 
     state: Mapping[str, object]
@@ -1688,6 +1689,7 @@ class Job:
     ahead: ReadAhead
     announces: bool = False
     gathering: GatherAgreement = field(default_factory=GatherAgreement)
+    resumed_streams: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         self.world = self.batches.world
@@ -1738,6 +1740,20 @@ class Job:
         tensors = find_tensors(self.state)
         check_structure(tensors, self.world)
         self.world.broadcast_all([*tensors.values()])
+
+    def keep_streams(self, before: tuple[Any, ...]) -> None:
+        """Keep what a resumed run restored of the generators for its first step, and restore them as they were before.
+
+        Until then lines of the script draw the numbers that they drew in the run's first process.
+        """
+        self.resumed_streams = streams(self.world.device)
+        restore_streams(before)
+
+    def begin_steps(self) -> None:
+        """Give the generators the states that they had after the step from which a run resumes."""
+        if self.resumed_streams is not None:
+            restore_streams(self.resumed_streams)
+            self.resumed_streams = None
 
     def replace(self, new: Mapping[str, torch.Tensor]) -> None:
         """Give every rank rank 0's values of new parameters and buffers, and fold them. Every rank must call this.

@@ -24,14 +24,15 @@ from tests.support.trained_runs import NAMES, Tied, flip_tensors, rows, train_ru
 
 def started(
     source: str | Path, folder: str | Path | None = None, *, steps: int = 1, width: int = 4, kind: str = "Adam",
-    more: bool = False, compiled: bool = False, names: tuple[str, str] = ("model", "optimizer"), **keywords: Any,
+    more: bool = False, compiled: bool = False, names: tuple[str, str] = ("model", "optimizer"),
+    settings: dict[str, Any] | None = None, **keywords: Any,
 ) -> tuple[dict[str, str], Mapping[str, Any], list[int]]:  # fmt: skip
     """What a new run has before its first step: digests, the optimizer's state; and the steps that it makes."""
     with dl.join_world(seed=9) as world:
         model = Tied(width)
         made = list[int]()
         used = torch.compile(model, backend="eager") if compiled else model
-        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.2)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.2, **(settings or {}))
         state: dict[str, Any] = dict(zip(names, (used, optimizer), strict=True))
         state["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, 10)
         if more:
@@ -143,6 +144,11 @@ def refused_start(source: str, folder: str, **keywords: Any) -> str:
             "run",
             {"kind": "SGD"},
             r"state\['optimizer'\] does not fit .*: it is a SGD, and the one there had no dampening, mom",
+        ),
+        (
+            "run",
+            {"settings": {"amsgrad": True}},
+            r"state\['optimizer'\] does not fit .*: it has amsgrad, and the one there kept no state for it",
         ),
         (
             "run",

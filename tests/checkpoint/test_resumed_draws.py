@@ -1,0 +1,123 @@
+"""A resumed run draws what the whole run drew, wherever the script draws, and fills what the script refers to."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+
+EPOCHS, STEPS = 3, 3
+ROWS = torch.arange(48.0, dtype=torch.float64).reshape(12, 4) / 48
+
+Drawn = dict[tuple[str, int], list[float]]
+
+
+def numbers() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def draw_everywhere(folder: str, stop_at: int = 0) -> tuple[Drawn, list[float]]:
+    """Train with numbers drawn outside of shards; returns them by place and number, and the weights."""
+    drawn: Drawn = {}
+    model = nn.Linear(4, 1)
+    with suppress(dl.Stopped), dl.join_world(seed=3) as world:
+        model = nn.Linear(4, 1).double().to(world.device)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        batches = dl.Batches(ROWS, 4, world, shards=2)
+        state = {"model": model, "sgd": sgd}
+        loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder, progress=False)
+        drawn["made", 0] = numbers()
+        target = torch.tensor(drawn["made", 0][1], device=world.device)
+        for epoch in loop.epochs():
+            drawn["epoch", epoch.number] = numbers()
+            for step in epoch:
+                drawn["step", step.iteration] = numbers()
+                for rows in step:
+                    step.backward((model(rows) - target * drawn["epoch", epoch.number][0]).square().mean())
+                step.fold()
+                drawn["fold", step.iteration] = numbers()
+                sgd.step()
+                if step.iteration == stop_at:
+                    loop.stop()
+            drawn["after", epoch.number] = numbers()
+        drawn["end", 0] = numbers()
+    return drawn, model.weight.flatten().tolist()
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.on_gpus_too
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_that_a_resumed_script_draws_are_the_whole_runs(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole, weights = on_ranks(ranks, draw_everywhere, str(tmp_path / "whole"))[0]
+    assert len({str(drawn) for drawn in whole.values()}) == len(whole)
+    for stop_at in (1, STEPS, STEPS + 1, EPOCHS * STEPS):
+        folder = str(tmp_path / str(stop_at))
+        first, _ = on_ranks(ranks, draw_everywhere, folder, stop_at)[0]
+        second, found = on_ranks(ranks, draw_everywhere, folder)[0]
+        assert first == {place: whole[place] for place in first}
+        assert second == {place: whole[place] for place in second}
+        assert {"made", "after", "end"} <= {place for place, _ in second}
+        assert found == weights
+
+
+class Notes:
+    """What a script keeps in a dict of `state`, and refers to by names of its own."""
+
+    def __init__(self) -> None:
+        self.average = torch.zeros((), dtype=torch.float64)
+        self.losses = np.zeros(EPOCHS * STEPS)
+        self.large: set[int] = set()
+        self.scale = torch.ones(1, dtype=torch.float64, requires_grad=True)  # trained without a module
+        self.kept = {"average": self.average, "losses": self.losses, "large": self.large, "scale": self.scale}
+
+    def take(self, iteration: int, loss: torch.Tensor) -> None:
+        self.average.mul_(0.9).add_(loss.cpu(), alpha=0.1)
+        self.losses[iteration - 1] = float(loss)
+        if iteration % 2:
+            self.large.add(iteration)
+
+
+def take_notes(folder: str, stop_at: int = 0) -> list[Any]:
+    """Train with a rate that follows from notes in state."""
+    notes = Notes()
+    model = nn.Linear(4, 1)
+    best: dict[str, Any] = {}
+    with suppress(dl.Stopped), dl.join_world(seed=3, device="cpu") as world:
+        model = nn.Linear(4, 1).double()
+        sgd = torch.optim.SGD([*model.parameters(), notes.scale], 0.1)
+        best["weights"] = model.state_dict()  # the model's own tensors, until the first step
+        state = {"model": model, "sgd": sgd, "notes": notes.kept, "best": best}
+        loop = dl.Loop(dl.Batches(ROWS, 4, world), EPOCHS, state=state, run_dir=folder, progress=False)
+        for step in loop:
+            for rows in step:
+                step.backward((model(rows) * notes.scale - 1).square().mean())
+            notes.take(step.iteration, step.fold().loss)
+            if step.iteration == 2:
+                best["weights"] = {name: one.clone() for name, one in model.state_dict().items()}
+            sgd.param_groups[0]["lr"] = 0.1 / (1 + float(notes.average) + len(notes.large) + notes.losses.sum())
+            sgd.step()
+            if step.iteration == stop_at:
+                loop.stop()
+    found = [float(notes.average), notes.losses.tolist(), sorted(notes.large), float(notes.scale.detach())]
+    return [*found, model.weight.flatten().tolist(), best["weights"]["weight"].flatten().tolist()]
+
+
+@pytest.mark.covers("E5")
+def test_tensors_arrays_and_sets_in_a_dict_of_state_are_filled_in_place(
+    on_ranks: OnRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (whole,) = on_ranks(1, take_notes, str(tmp_path / "whole"))
+    on_ranks(1, take_notes, str(tmp_path / "run"), 4)
+    (resumed,) = on_ranks(1, take_notes, str(tmp_path / "run"))
+    assert resumed == whole
+    assert "trains parameters" not in capfd.readouterr().out  # the dict has them
+    assert whole[4] != whole[5]  # the best weights are not the last ones
