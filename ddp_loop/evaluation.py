@@ -273,7 +273,18 @@ def _reduction_of(function: Metric) -> tuple[str, Mapping[str, Any] | None]:
         is_torchs = kind.__module__ == nn.CrossEntropyLoss.__module__  # a class of the user's may divide otherwise
         is_functional = function is cross_entropy or function is nll_loss
         is_entropy = is_functional or kind is nn.CrossEntropyLoss or kind is nn.NLLLoss
-    return options.get("reduction", "mean") if is_torchs else "mean", options if is_entropy else None
+    return _reduction_in(options) if is_torchs else "mean", options if is_entropy else None
+
+
+def _reduction_in(options: Mapping[str, Any]) -> str:
+    """The reduction by the arguments of one of torch's losses; as in torch the two deprecated ones go before it."""
+    averages = options.get("size_average")
+    reduces = options.get("reduce")
+    if averages is None and reduces is None:
+        return cast(str, options.get("reduction", "mean"))
+    if reduces is not None and not reduces:
+        return "none"
+    return "mean" if averages is None or averages else "sum"
 
 
 def _refuse_missing(parts: Sequence[Any], samples: int) -> None:

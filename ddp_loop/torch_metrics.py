@@ -57,7 +57,14 @@ def _check(name: str, metric: Any) -> None:
                 f"The states of a metric must be sums, maxima, minima or lists, to be merged exactly. {name} "
                 f"({type(metric).__name__}) has {how} for {state}. {_REMEDY}"
             )
-        if kind == _SUM and isinstance(start := metric._defaults[state], torch.Tensor) and bool(start.any()):
+        start = metric._defaults[state]
+        if isinstance(start, list) and kind != _CAT:
+            raise ValueError(
+                f'A metric\'s list must have the reduction "cat", since shards have unequally many samples. {name} '
+                f"({type(metric).__name__}) has {kind} for the list {state}. Call add_state({state!r}, [], "
+                'dist_reduce_fx="cat").'
+            )
+        if kind == _SUM and bool(start.any()):
             raise ValueError(
                 f"A metric's sum must start at 0, since each shard's is added. {name} ({type(metric).__name__}) starts "
                 f"{state} at another value. Add it in the metric's compute."

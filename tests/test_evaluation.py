@@ -139,6 +139,10 @@ CRITERIA: dict[str, Callable[..., torch.Tensor]] = {
     "weights as arguments": partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=3),
     "a sum": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum"),
     "a sum as an argument": partial(nn.functional.multi_margin_loss, reduction="sum"),
+    "a sum by the old argument": partial(nn.functional.multi_margin_loss, size_average=False),
+    "a sum by both old arguments": partial(nn.functional.cross_entropy, size_average=False, reduce=True),
+    "a mean by the old argument": partial(nn.functional.cross_entropy, size_average=True, weight=CLASS_WEIGHTS),
+    "the old argument before the new one": partial(nn.functional.multi_margin_loss, reduction="sum", reduce=True),
 }
 
 
@@ -164,11 +168,30 @@ def evaluated_by(what: str) -> dict[str, float]:
         return dl.evaluate(nn.Identity(), dl.Batches(labelled(what), 48, world, shuffle=False), loss=CRITERIA[what])
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize("what", CRITERIA)
 def test_class_weights_and_ignored_labels_count_as_on_the_whole_data(what: str, on_ranks: OnRanks) -> None:
     expected = CRITERIA[what](*labelled(what)).item()
     for found in on_ranks(3, evaluated_by, what):
         assert found == {"loss": pytest.approx(expected, rel=1e-12), "samples": 100}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+def test_the_old_arguments_of_torchs_losses_mean_what_torch_takes_them_for() -> None:
+    output, labels = labelled("as it is")
+    losses = nn.functional.cross_entropy(output, labels, CLASS_WEIGHTS, reduction="none")
+    by_weight = partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS)
+    criteria = (
+        (partial(by_weight, reduce=False), losses.mean()),
+        (partial(by_weight, reduce=False, size_average=True, reduction="sum"), losses.mean()),
+        (nn.CrossEntropyLoss(CLASS_WEIGHTS, reduce=False), losses.mean()),
+        (partial(by_weight, size_average=False), losses.sum()),
+        (nn.CrossEntropyLoss(CLASS_WEIGHTS, size_average=False), losses.sum()),
+    )
+    for criterion, expected in criteria:
+        with dl.join_world() as world:
+            found = dl.evaluate(nn.Identity(), dl.Batches((output, labels), 48, world, shuffle=False), loss=criterion)
+        assert found["loss"] == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_a_criterion_of_the_script_s_own_is_a_mean_over_samples() -> None:

@@ -158,6 +158,22 @@ class Custom(Metric):
         return self.total
 
 
+class Gathered(Metric):
+    """The mean of the first output, of a list with another rule than "cat"."""
+
+    values: list[torch.Tensor]
+
+    def __init__(self, rule: str | None) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx=rule)
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        self.values.append(logits[:, 0])
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(list(self.values)).mean()
+
+
 class Averaged(Custom):
     def __init__(self) -> None:
         super().__init__()
@@ -240,6 +256,11 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
         ),
         ({"c": Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
         ({"a": Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
+        *(
+            ({"g": Gathered(rule)}, "ValueError", rf"g \(Gathered\) has dim_zero_{rule} for the list values\. Call")
+            for rule in ("sum", "max", "min")
+        ),
+        ({"g": Gathered(None)}, "ValueError", r"g \(Gathered\) has no rule for values"),
         ({"s": Smoothed()}, "ValueError", r"s \(Smoothed\) starts prior at another value"),
         ({"s": PartlySmoothed()}, "ValueError", r"s \(PartlySmoothed\) starts tp at another value"),
         ({"r": Running(OfFirst(), window=2)}, "ValueError", r"r \(Running\) wraps OfFirst, .* Pass OfFirst itself"),

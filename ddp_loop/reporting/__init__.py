@@ -13,7 +13,16 @@ from ddp_loop.reporting.jsonl import (
 )
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
-from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
+from ddp_loop.reporting.rows import (
+    NORM,
+    RATE,
+    UNUSED,
+    UNUSED_AT_LEAST,
+    WeightedMeans,
+    is_averaged,
+    pass_weights,
+    weighing_columns,
+)
 from ddp_loop.reporting.run_records import (
     ENDED,
     NO_RUNS_BELOW,
@@ -94,6 +103,7 @@ __all__ = [
     "list_runs",
     "make_table",
     "object_of",
+    "pass_weights",
     "plain_reason",
     "png",
     "read_run",
@@ -102,5 +112,6 @@ __all__ = [
     "text_of",
     "total_steps",
     "trial_folder",
+    "weighing_columns",
     "write_table",
 ]

@@ -14,7 +14,7 @@ from ddp_loop import plots
 from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE
 from ddp_loop.plots import Panel
 from ddp_loop.reporting.jsonl import read_lines
-from ddp_loop.reporting.rows import NORM, RATE, is_metric
+from ddp_loop.reporting.rows import NORM, RATE, is_metric, weighing_columns
 
 _SMALL_MIB = 64  # some 400,000 rows, which are read and drawn in 5 s
 _NO_PANEL = {"epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"}
@@ -125,7 +125,8 @@ def _panels(run: Path, rows: list[dict[str, Any]]) -> dict[str, Panel]:
         [name for name in dict.fromkeys(name for row in lines for name in row) if name not in _NO_PANEL]
         for lines in (rows, evaluations, logged)
     )
-    metrics = [name for name in (*names, *of_evaluations) if is_metric(name)]
+    averaged = {name for columns in set(map(tuple, rows)) for name in weighing_columns(columns)}
+    metrics = [*(name for name in names if name in averaged), *filter(is_metric, of_evaluations)]
     rates = [name for name in names if name.startswith(RATE) and len({row.get(name) for row in rows}) > 1]
     beside = [*([NORM] if NORM in names else []), *rates]
     panels = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from math import nan
 from typing import Any, NamedTuple
 
@@ -25,13 +26,36 @@ def is_averaged(name: str) -> bool:
     return name == "loss" or is_metric(name)
 
 
+def pass_weights(names: tuple[str, ...]) -> dict[str, str]:
+    """The columns with a further pass's own weight, by the column of its loss: `weight_2` right before `loss_2`.
+
+    A metric of that name can stand elsewhere.
+
+    Args:
+        names: a row's columns, in order.
+    """
+    return {loss: name for name, loss in pairwise(names) if name[:7] == "weight_" and loss == f"loss_{name[7:]}"}
+
+
 @lru_cache(maxsize=256)
-def _averaged(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(filter(is_averaged, names))
+def weighing_columns(names: tuple[str, ...]) -> dict[str, str]:
+    """The columns that are averaged over rows, each with the column of its weight.
+
+    Args:
+        names: a row's columns, in order; a pass's metrics follow its loss.
+    """
+    own = pass_weights(names)
+    by = "weight" if "weight" in names else "samples"
+    found: dict[str, str] = {}
+    for name in names:
+        by = own.get(name, by)
+        if is_averaged(name) and name not in own.values():
+            found[name] = by
+    return found
 
 
 class WeightedMeans:
-    """Means over rows, sum_i(w_i value_i) / sum_i(w_i) with row weights w_i; skipped steps do not count.
+    """Means over the rows that have a value, sum_i(w_i value_i) / sum_i(w_i) with weights w_i; without skipped steps.
 
     Attributes:
         rows: the number of rows.
@@ -41,7 +65,7 @@ class WeightedMeans:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._weight = 0.0
+        self._weights: dict[str, float] = {}  # by name: not every row has all
         self.rows = self.samples = self.skipped = 0
 
     def add(self, samples: int, values: Mapping[str, float]) -> None:
@@ -51,24 +75,26 @@ class WeightedMeans:
         if values.get("skipped"):
             self.skipped += 1
             return
-        weight = values.get("weight", samples)
         sums = self._sums
-        for name in _averaged(tuple(values)):
+        weights = self._weights
+        for name, by in weighing_columns(tuple(values)).items():
+            weight = values.get(by, samples)
             sums[name] = sums.get(name, 0.0) + weight * values[name]
-        self._weight += weight
+            weights[name] = weights.get(name, 0.0) + weight
 
     def add_all(self, other: WeightedMeans) -> None:
         """Add the rows of other means."""
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
-        self._weight += other._weight
+            self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
         self.rows += other.rows
         self.samples += other.samples
         self.skipped += other.skipped
 
     def means(self) -> dict[str, float]:
-        """Return the means by name; NaN if all weights are 0."""
-        return {name: total / self._weight if self._weight else nan for name, total in self._sums.items()}
+        """Return the means by name, each NaN if all of its weights are 0."""
+        weights = self._weights
+        return {name: total / weights[name] if weights[name] else nan for name, total in self._sums.items()}
 
 
 class EpochMeans:

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -42,7 +42,7 @@ from ddp_loop.checkpoint import (
     run_id_of,
 )
 from ddp_loop.reporting.jsonl import Columns, JsonlTail, columns_of, count, is_at_an_iteration, is_number
-from ddp_loop.reporting.rows import is_averaged
+from ddp_loop.reporting.rows import is_averaged, weighing_columns
 
 TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
@@ -68,6 +68,7 @@ _PLACE = frozenset({"epoch", "iteration", "elapsed_s"})  # of a line of logged v
 _MOST_TEXT = 500  # letters of a note, or of a name
 Stamp = tuple[int, int, int]
 Values = npt.NDArray[np.float64]
+ValuesIn = Callable[[tuple[str, ...]], Iterable[str]]  # the columns of a row that are values
 _UNREAD: Stamp = (-1, -1, -1)  # of a file that was not read to its end
 
 
@@ -238,8 +239,8 @@ class _RunReader:
         self._turn = threading.Lock()
         self._contents: dict[str, tuple[Stamp | None, Any]] = {}
         self._rows = _Values(folder / ROWS, has_means=for_table)
-        self._evaluations = _Values(folder / EVALUATIONS)
-        self._logged = _Values(folder / LOGGED, lambda name: name not in _PLACE)
+        self._evaluations = _Values(folder / EVALUATIONS, lambda names: filter(is_averaged, names))
+        self._logged = _Values(folder / LOGGED, lambda names: [name for name in names if name not in _PLACE])
 
     def _content(self, name: str, read: Callable[[Path], Any]) -> Any:
         """What a small file has; None without one."""
@@ -313,13 +314,13 @@ class _Values:
 
     Args:
         path: of the file.
-        is_value: whether a name is that of a value; by default the loss and the metrics are values.
+        values_in: the columns of a row that are values; by default the losses and the metrics.
         has_means: whether the values are averaged over each epoch, too.
     """
 
-    def __init__(self, path: Path, is_value: Callable[[str], bool] = is_averaged, *, has_means: bool = False) -> None:
+    def __init__(self, path: Path, values_in: ValuesIn = weighing_columns, *, has_means: bool = False) -> None:
         self._tail = JsonlTail(path)
-        self._is_value = is_value
+        self._values_in = values_in
         self._has_means = has_means
         self._stamp: Stamp | None = None
         self._clear()
@@ -356,7 +357,7 @@ class _Values:
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
         for part, columns in columns_of(rows):
-            for name in filter(self._is_value, part[0]):
+            for name in self._values_in(tuple(part[0])):
                 table = _numbers_of(name, part, columns)
                 if len(table):
                     lower = is_lower(name)
@@ -424,23 +425,24 @@ def _numbers_of(name: str, part: Sequence[Mapping[str, Any]], columns: Columns |
 
     A value that is not finite is NaN, and a row whose value is no number is left out.
     """
+    by = weighing_columns(tuple(part[0])).get(name, "samples")
     if columns is not None:
-        by = next((one for one in ("weight", "samples") if one in columns.names), None)
-        weights = np.ones(len(part)) if by is None else columns.column(by)
+        weights = columns.column(by) if by in columns.names else np.ones(len(part))
         skipped = columns.column("skipped") if "skipped" in columns.names else np.zeros(len(part))
         found = [columns.column("epoch"), columns.column("iteration"), weights, columns.column(name), skipped]
         return np.stack(found, axis=1)
     cells = [
-        (count(row.get("epoch")) or 0, row["iteration"], _weight_of(row), _finite(row[name]), bool(row.get("skipped")))
+        (
+            count(row.get("epoch")) or 0,
+            row["iteration"],
+            float(weight) if is_number(weight := row.get(by, 1.0)) else 0.0,
+            _finite(row[name]),
+            bool(row.get("skipped")),
+        )
         for row in part
         if row[name] is None or is_number(row[name])
     ]
     return np.array(cells, dtype=np.float64).reshape(len(cells), 5)  # None becomes NaN
-
-
-def _weight_of(row: Mapping[str, Any]) -> float:
-    weight = row.get("weight", row.get("samples", 1.0))
-    return float(weight) if is_number(weight) else 0.0
 
 
 def checkpoints_of(folder: Path) -> list[CheckpointInfo]:

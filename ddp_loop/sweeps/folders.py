@@ -40,6 +40,8 @@ from ddp_loop.reporting import (
     JsonlTail,
     ask_sweep_to_stop,
     has_workers,
+    pass_weights,
+    weighing_columns,
 )
 from ddp_loop.sweeps.jobs import nearest
 
@@ -396,7 +398,8 @@ class ObjectiveReader:
             self._sum = 0.0
             self._weight = 0.0
         if not row.get("skipped"):
-            counted = row.get("weight", row.get("samples", 1))
+            by = weighing_columns(tuple(row)).get(self._column, "weight")
+            counted = row.get(by, row.get("samples", 1))
             weight = float(counted) if isinstance(counted, int | float) else nan
             self._sum += weight * value
             self._weight += weight
@@ -408,7 +411,8 @@ class ObjectiveReader:
 
     def missing(self) -> str:
         """Why there is no value, with the nearest name."""
-        beside = ("epoch", "iteration", "samples", "elapsed_s", "weight", "skipped")
+        own = () if self._is_evaluated else pass_weights(tuple(self.names)).values()
+        beside = {"epoch", "iteration", "samples", "elapsed_s", "weight", "skipped", *own}
         known = [name for name in self.names if name not in beside]
         where = "The results of dl.evaluate" if self._is_evaluated else "The rows of its Loop"
         suggestion = nearest(self._column, known).strip()

@@ -41,6 +41,7 @@ from ddp_loop.reporting import (
     as_logged,
     as_pixels,
     make_table,
+    pass_weights,
     write_table,
 )
 from ddp_loop.tracing import TRACE as FOLDER
@@ -104,8 +105,9 @@ def check_name(name: object, *, is_column: bool = False) -> str:
 
 
 def _parts_within(state: Mapping[str, object]) -> list[object]:
-    """The parts of a state, and the attributes of each: a part may be an object of the script's own."""
-    return [*chain.from_iterable((part, *getattr(part, "__dict__", {}).values()) for part in state.values())]
+    """The parts of a state, and the values in each: a part may be a dict, or an object of the script's own."""
+    values = [part if isinstance(part, Mapping) else getattr(part, "__dict__", {}) for part in state.values()]
+    return [*state.values(), *chain.from_iterable(one.values() for one in values)]
 
 
 def _without_module(state: Mapping[str, object]) -> str | None:
@@ -120,11 +122,11 @@ def _without_module(state: Mapping[str, object]) -> str | None:
 
 
 def _without_schedule(state: Mapping[str, object]) -> str | None:
-    """The name of an optimizer that one of torch's schedulers drives, where no part of the state is or has one."""
-    if any(isinstance(part, LRScheduler) for part in _parts_within(state)):
-        return None
+    """The name of an optimizer that one of torch's schedulers drives, where no part of the state is or has it."""
+    driven = [part.optimizer for part in _parts_within(state) if isinstance(part, LRScheduler)]
     for name, part in state.items():
-        if isinstance(part, Optimizer) and getattr(part.step, "_wrapped_by_lr_sched", False):  # set by torch
+        is_driven = isinstance(part, Optimizer) and getattr(part.step, "_wrapped_by_lr_sched", False)  # set by torch
+        if is_driven and all(part is not one for one in driven):
             return name
     return None
 
@@ -207,11 +209,6 @@ class RunRecorder:
                 f"{name!r} trains parameters that no module in state has. Checkpoints do not keep them, so a resumed "
                 "run would begin with new ones. Pass their module too: state=dict(..., model=model)."
             )
-        if (name := _without_schedule(state)) is not None:
-            checkpointer.say(
-                f"The scheduler of {name!r} is not in state, so a resumed run would start it again. Pass "
-                "state=dict(..., schedule=schedule)."
-            )
         if there is not None:
             self._saved = there["iteration"]
             begun = there["epoch"] + bool(there["position"])
@@ -219,6 +216,15 @@ class RunRecorder:
                 if (asked := self._where.extent[name]) is not None:
                     self._extent[name] = max(asked, made)
         return there
+
+    def say_schedule_is_missing(self, state: Mapping[str, object]) -> None:
+        """Say before the first step which scheduler checkpoints would not have; a script may make it after the loop."""
+        if self.checkpointer is None or (name := _without_schedule(state)) is None:
+            return
+        self.checkpointer.say(
+            f"The scheduler of {name!r} is not in state, so a resumed run would start it again. Make it before the "
+            "Loop and pass state=dict(..., schedule=schedule)."
+        )
 
     def record_shares(self, shares: Sequence[float]) -> None:
         """Write the ranks' shares into status.json."""
@@ -321,11 +327,28 @@ class RunRecorder:
         self._row = mini_batch, tuple(names), torch.cat(values), known
 
     def extend_row(self, result: StepResult, number: int) -> None:
-        """Add the loss and the metrics of the step's pass `number`, counted from 1: as `loss_2` if `loss` is there."""
-        if self._row is not None:
-            mini_batch, names, values, known = self._row
-            new = [f"{name}_{number}" if name in names else name for name in ("loss", *result.names)]
-            self._row = mini_batch, (*names, *new), torch.cat([values, result.values]), known
+        """Add the loss and the metrics of the step's pass `number`, counted from 1: as `loss_2` if `loss` is there.
+
+        If this pass or an earlier one has a weight, this pass's total comes first, as `weight_2`.
+
+        Raises:
+            ValueError: a metric has the name of that column.
+        """
+        if self._row is None:
+            return
+        mini_batch, names, values, known = self._row
+        own = f"weight_{number}"
+        if own in names or own in result.names:
+            raise ValueError(
+                f"The column {own} of a row is the weight of the step's pass {number}. Got a metric of that name. "
+                "Rename the metric."
+            )
+        new = [f"{name}_{number}" if name in names else name for name in ("loss", *result.names)]
+        parts = [values, result.values]
+        if result.total is not None or "weight" in names or pass_weights(names):
+            new.insert(0, own)
+            parts.insert(1, result.weight.reshape(1))
+        self._row = mini_batch, (*names, *new), torch.cat(parts), known
 
     def end_row(self) -> None:
         """Hand on the row of a step that is over."""

@@ -17,11 +17,13 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from ddp_loop.determinism import digest
-from ddp_loop.reporting import OnRow, reporter
+from ddp_loop.reporting import OnRow, exports, read_run, reporter
 from ddp_loop.reporting import throughput as paces
 from ddp_loop.reporting.jsonl import line_of
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
+from ddp_loop.sinks.points import Point, PointQueue
+from ddp_loop.sweeps.folders import Objective, ObjectiveReader
 from ddp_loop.training import gradients
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
@@ -225,6 +227,103 @@ def test_an_epochs_line_is_weighted_as_the_losses_are_and_without_weight_there_i
         assert said == f"2 ranks on cpu, sums over shared memory\nEpoch: 1, Loss: {mean}, Value: {mean}\n"
         assert own == other[1] == [row["weight"] for row in rows] == expected
         assert [line["weight"] for line in lines_of(Path(run) / "rows.jsonl")] == own
+
+
+def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: int) -> tuple[str, dict[str, Any]]:
+    """Steps of which some have a second pass and some a metric; returns the epoch's line, and what a service gets.
+
+    Args:
+        weighted: the passes with weights of their own.
+        every: of so many steps one has a second pass.
+    """
+    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
+        model = nn.Linear(1, 1).double()
+        points: list[Point] = []
+        queue = PointQueue(points.extend, 1e9)
+        data = torch.ones(22, 1, dtype=torch.float64)  # the last of 8 steps has one sample, so one rank has none
+        loop = dl.Loop(dl.Batches(data, 3, world), 1, state={"model": model}, run_dir=run, on_row=queue.add_row)
+        for step in loop:
+            kind = 1.0 + step.iteration % 4
+            for number in range(1, 2 + (step.iteration % every == 0)):
+                metrics: dict[str, Any] = (
+                    {"late": kind} if number == 2 else {"acc": 1.0} if step.iteration % 2 == 0 else {}
+                )
+                for inputs in step:
+                    loss = 0 * model(inputs).sum() + (8.0 * kind if number == 2 else step.iteration)
+                    weight = kind**number * len(inputs) if number in weighted else None
+                    step.backward(loss, weight=weight, **metrics)
+                step.fold()
+        queue.flush()
+        file.seek(0)
+        return file.read().strip().split("\n")[-1], dict(points[-1].values) if points else {}
+
+
+def means_of_unlike_steps(weighted: tuple[int, ...], every: int, first: int = 1) -> dict[str, float]:
+    """The means over the steps from the first one on."""
+    totals: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for k in range(first, 9):
+        kind = 1.0 + k % 4
+        values = {"loss": float(k)} | ({"acc": 1.0} if k % 2 == 0 else {})
+        values |= {"loss_2": 8 * kind, "late": kind} if k % every == 0 else {}
+        for name, value in values.items():
+            number = 2 if name in ("loss_2", "late") else 1
+            weight = (3 if k < 8 else 1) * (kind**number if number in weighted else 1)
+            totals[name] = totals.get(name, 0.0) + weight * value
+            weights[name] = weights.get(name, 0.0) + weight
+    return {name: total / weights[name] for name, total in totals.items()}
+
+
+@pytest.mark.covers("D11", "E2")
+@pytest.mark.parametrize("weighted", [(), (1,), (2,), (1, 2)])
+@pytest.mark.parametrize("every", [1, 4])
+def test_an_epochs_mean_is_over_the_steps_that_have_the_value_by_the_weights_of_its_pass(
+    weighted: tuple[int, ...], every: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (line, sent), _ = on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, every)
+    means = means_of_unlike_steps(weighted, every)
+    said = dict(part.split(": ") for part in line.lower().split(", "))
+    assert said == {"epoch": "1", **{name: f"{mean:.4f}" for name, mean in means.items()}}
+    later = means_of_unlike_steps(weighted, every, first=2)  # the first row was sent at once
+    assert {name: value for name, value in sent.items() if name in later} == pytest.approx(later)
+    assert set(sent) - set(later) == {"gradient_norm", "samples_per_s"}
+    record = read_run(run, for_table=True)
+    assert {name: mean.last for name, mean in record.epoch_means.items()} == pytest.approx(means)
+    assert set(record.rows) == set(means)
+    assert set(exports._panels(run, lines_of(run / ROWS))) == {*means, "gradient_norm"}
+    for name, mean in means.items():
+        reader = ObjectiveReader(run, Objective(name))
+        reader.poll()
+        assert reader.value == pytest.approx(mean)
+        assert "weight" not in reader.missing()
+
+
+def test_a_passs_weight_is_in_its_row_if_this_pass_or_an_earlier_one_has_one(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for weighted in ((), (1,), (2,)):
+        run = tmp_path / f"run {weighted}"
+        on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, 4)
+        found = {row["iteration"]: row["weight_2"] for row in lines_of(run / ROWS) if "weight_2" in row}
+        assert found == ({4: 3.0, 8: 1.0} if weighted else {})  # of kind 1
+
+
+def name_a_metric_as_a_weight(folder: str, passes: int) -> None:
+    with dl.join_world() as world:
+        model = network()
+        for step in loop_over(world, folder, model):
+            for _ in range(passes):
+                for rows in step:
+                    value = model(rows).mean()
+                    step.backward(value, weight=len(rows), loss_3=5.0, weight_2=3.0 + step.iteration)
+                step.fold()
+
+
+def test_a_metric_may_be_named_as_a_passs_weight_if_the_step_has_no_such_pass(tmp_path: Path) -> None:
+    name_a_metric_as_a_weight(str(tmp_path / "one"), 1)
+    means = read_run(tmp_path / "one", for_table=True).epoch_means
+    assert (means["loss_3"].last, means["weight_2"].last) == (5.0, 5.5)
+    with pytest.raises(ValueError, match=r"The column weight_2 of a row is the weight of the step's pass 2. .* Rename"):
+        name_a_metric_as_a_weight(str(tmp_path / "two"), 2)
 
 
 def test_without_weights_a_rows_weight_is_its_samples() -> None:

@@ -122,9 +122,32 @@ def test_a_run_whose_state_lacks_what_is_trained_gets_one_notice(
         }  # fmt: skip
         state = {key: parts[key] for key in keys.split()}
         folder = tmp_path if keeps else None
-        dl.Loop(dl.Batches(samples(24), 6, world), 1, state=state, run_dir=folder, progress=False)
+        for step in dl.Loop(dl.Batches(samples(24), 24, world), 1, state=state, run_dir=folder, progress=False):
+            for rows in step:
+                step.backward(loss_of(model, rows) + head.weight.sum())
+            step.fold()
     said = capfd.readouterr().out
     assert [said.count(notice) for notice in NOTICES] == told
+
+
+def test_a_scheduler_made_after_the_loop_is_missed_also_beside_one_in_state(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with dl.join_world() as world:
+        model = network()
+        first = torch.optim.SGD(model.parameters(), 0.1)
+        second = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(first, 1)
+        state = {"model": model, "first": first, "second": second, "schedule": schedule}
+        loop = dl.Loop(dl.Batches(samples(24), 24, world), 2, state=state, run_dir=tmp_path, progress=False)
+        torch.optim.lr_scheduler.LinearLR(second, total_iters=len(loop))
+        for step in loop:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+            second.step()
+    said = capfd.readouterr().out
+    assert said.count("The scheduler of 'second' is not in state, so a resumed run would start it again.") == 1
 
 
 def fold_weights(weight: Any, factor: float = 1.0) -> list[str]:
