@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
@@ -181,10 +182,10 @@ def without_rows(data: Any) -> Any:
     Raises:
         TypeError: another object is among the data. Its samples would be counted as this rank's.
     """
-    if isinstance(data, np.ndarray) or (isinstance(data, torch.Tensor) and _has_plain_rows(data)):
+    if _has_rows(data):
         return data[:0] if data.ndim else data
     if isinstance(data, Mapping):
-        emptied: Any = copy.copy(data) if isinstance(data, MutableMapping) else dict(data)
+        emptied: Any = copy.copy(data) if isinstance(data, dict | UserDict) else dict(data)
         for key, value in data.items():
             emptied[key] = without_rows(value)
         return emptied
@@ -206,8 +207,11 @@ def without_rows(data: Any) -> Any:
     )
 
 
-def _has_plain_rows(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+def _has_rows(data: Any) -> bool:
+    """Whether it can be sliced by rows, as arrays, tensors and containers of tensors that act as one."""
+    if isinstance(data, torch.Tensor):
+        return data.layout is torch.strided and not data.is_nested
+    return hasattr(data, "ndim") and hasattr(data, "__getitem__") and not isinstance(data, np.generic)
 
 
 def _kind(data: Any) -> str:

@@ -139,6 +139,22 @@ class Encoding(UserDict[str, Any]):
         return self
 
 
+class Together:
+    """Tensors with the rows in common, which can be sliced, as TensorDict."""
+
+    ndim = 1
+
+    def __init__(self, **named: torch.Tensor) -> None:
+        self.named = named
+
+    def __getitem__(self, rows: slice) -> Together:
+        return Together(**{name: one[rows] for name, one in self.named.items()})
+
+
+def test_what_can_be_sliced_by_rows_is() -> None:
+    assert without_rows(Together(x=INPUTS)).named["x"].shape == (0, 2)
+
+
 def test_every_kind_of_container_loses_its_rows_and_keeps_its_kind() -> None:
     array, scalar = INPUTS.numpy(), torch.tensor(3.0)
     data = Batch({"x": [INPUTS, Batch(array)], "y": Pair(LABELS, (array, 7))}, Batch(Moving(INPUTS), "a text"))
