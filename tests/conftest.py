@@ -37,6 +37,7 @@ from tests.support.tiers import ALL_ITEMS, combinations, mark_tiers
 
 USUAL_RANKS = 3
 MOST_RANKS = 8
+NPUS = 4
 SWEEP_PLACES, SWEEP_RANKS = 2, 2
 settings.register_profile(
     "fixed",
@@ -197,7 +198,7 @@ def fake_gpu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
 @pytest.fixture(scope="session")
 def fake_npu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
     """The same device under the name that an extension of torch gives it."""
-    yield from _with_fakes("npu", USUAL_RANKS)
+    yield from _with_fakes("npu", NPUS)
 
 
 def _on_fakes(runner: Callable[..., Any], pool: Pool, variables: dict[str, str]) -> OnRanks:

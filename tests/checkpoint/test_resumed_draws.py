@@ -55,6 +55,7 @@ def draw_everywhere(folder: str, stop_at: int = 0) -> tuple[Drawn, list[float]]:
 
 @pytest.mark.covers("E5")
 @pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_numbers_that_a_resumed_script_draws_are_the_whole_runs(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     whole, weights = on_ranks(ranks, draw_everywhere, str(tmp_path / "whole"))[0]
