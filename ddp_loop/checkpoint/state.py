@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from itertools import islice, zip_longest
 from math import isfinite
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_mo
 JOB = "job"
 _GENERATORS = "generators"
 _PARTS = "parts"
+_SAME = "same objects"  # in dicts: by name, the places whose object was never replaced by another
 _MOST_SETTINGS = 200
 _LETTERS = 80
 Facts = TypeVar("Facts")
@@ -60,6 +61,11 @@ class JobState:
         self._local = own_names(state, local)
         self._local_endings = ends_of_copies(state, local)
         self._modules = set(find_modules(state))
+        self._began = {  # what the dicts held at first
+            name: {path: weakref.ref(one) for path, one in _objects("", value)}
+            for name, value in state.items()
+            if isinstance(value, MutableMapping) and not hasattr(value, "state_dict")
+        }
 
     def check_restorable(self) -> None:
         """Raise TypeError unless every object of the state can be saved and restored."""
@@ -92,7 +98,11 @@ class JobState:
         """
         job = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self._state.items()}
         parts = {name: one.state_dict() for name, one in self._parts.items()}
-        return to_tree({JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts})
+        same = {
+            name: [path for path, one in _objects("", self._state[name]) if path in began and began[path]() is one]
+            for name, began in self._began.items()
+        }
+        return to_tree({JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts, _SAME: same})
 
     def checksums(self, serialized: SerializedState) -> tuple[list[str], torch.Tensor]:
         """Return the names and the checksums of the tensors that must be equal on all ranks."""
@@ -114,6 +124,7 @@ class JobState:
         """Forget the objects; `checksums` still knows which tensors are compared."""
         self._state = {}
         self._parts = {}
+        self._began = {}
 
     def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:
         """Restore a serialized state, and compare its checksums with those of the checkpoint.
@@ -123,7 +134,7 @@ class JobState:
             ReplicaMismatch: an object changed the values that it restored.
         """
         kept = from_tree(serialized)
-        restore(self._state, kept[JOB])
+        restore(self._state, kept[JOB], kept.get(_SAME, {}))
         for name, part in self._parts.items():
             part.load_state_dict(kept[_PARTS][name])
         names, sums = self.checksums(self.serialize())
@@ -180,8 +191,12 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     restore_streams((python, tuple(state["numpy"]), state["torch"], accelerator, state.get(accelerator.kind)))
 
 
-def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
+def restore(state: Mapping[str, object], kept: Mapping[str, Any], same: Mapping[str, Collection[str]]) -> None:
     """Restore the live objects of `state` from `kept`, to the bit.
+
+    Args:
+        state, kept: by name.
+        same: for the dicts of `state`, which places had one object from the Loop on; it is filled in place.
 
     Raises:
         ValueError: names differ, or a value does not fit its object.
@@ -191,10 +206,9 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
             f"state= has the names {sorted(state)}, the checkpoint {sorted(kept)}. Pass the same names, or "
             "resume=False to start over."
         )
-    shared = _shared_memory(state)
     for name, value in state.items():
         try:
-            restore_part(value, kept[name], shared)
+            restore_part(value, kept[name], same.get(name, ()))
         except Exception as error:
             raise ValueError(
                 f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "
@@ -202,8 +216,8 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
             ) from error
 
 
-def restore_part(value: Any, kept: Any, shared: Collection[int] = ()) -> None:
-    """Restore one live object, to the bit; tensors in a dict whose memory is not one of these addresses in place."""
+def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
+    """Restore one live object, to the bit; `same` as for `restore`."""
     if isinstance(value, Optimizer):
         needed = set(value.defaults)
         value.load_state_dict(kept)
@@ -214,54 +228,59 @@ def restore_part(value: Any, kept: Any, shared: Collection[int] = ()) -> None:
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(kept)
     else:
-        _fill(value, kept, shared)
+        _fill(value, kept, same)
 
 
-def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any], shared: Collection[int]) -> None:
-    """Restore a dict in place, and the dicts, lists, sets, tensors and arrays in it, which the script may refer to."""
-    filled = {key: _filled(own.get(key), one, shared) for key, one in kept.items()}
+def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any], same: Collection[str], path: str = "") -> None:
+    """Restore a dict in place, and the dicts and lists in it, which the script may refer to."""
+    filled = {key: _filled(own.get(key), one, same, f"{path}/{key!r}") for key, one in kept.items()}
     own.clear()
     own.update(filled)
 
 
-def _filled(own: Any, kept: Any, shared: Collection[int]) -> Any:
+def _filled(own: Any, kept: Any, same: Collection[str], path: str) -> Any:
     if isinstance(own, MutableMapping) and isinstance(kept, Mapping):
-        _fill(own, kept, shared)
+        _fill(own, kept, same, path)
         return own
     if type(own) is list and type(kept) is list:
-        own[:] = [_filled(before, one, shared) for before, one in zip_longest(own[: len(kept)], kept)]
+        pairs = enumerate(zip_longest(own[: len(kept)], kept))
+        own[:] = [_filled(before, one, same, f"{path}/{number}") for number, (before, one) in pairs]
         return own
-    if type(own) is set and type(kept) is set:
+    if path in same and type(own) is set and type(kept) is set:
         own.clear()
         own.update(kept)
         return own
     if isinstance(own, torch.Tensor) and isinstance(kept, torch.Tensor):
-        return _filled_tensor(own, kept.to(own.device), shared)
-    if isinstance(own, np.ndarray) and isinstance(kept, np.ndarray) and own.flags.owndata and own.flags.writeable:
-        same_form = (own.shape, own.dtype, own.strides) == (kept.shape, kept.dtype, kept.strides)
-        if same_form:
+        kept = kept.to(own.device)
+        if path in same and _can_take(own, kept):
+            with torch.no_grad():
+                return own.copy_(kept)
+    elif path in same and isinstance(own, np.ndarray) and isinstance(kept, np.ndarray):
+        has_own_memory = own.flags.owndata and own.flags.writeable
+        if has_own_memory and (own.shape, own.dtype, own.strides) == (kept.shape, kept.dtype, kept.strides):
             own[...] = kept
-        return own if same_form else kept
+            return own
     return kept
 
 
-def _filled_tensor(own: torch.Tensor, kept: torch.Tensor, shared: Collection[int]) -> torch.Tensor:
-    """`own` with the bits of `kept`; `kept` itself where that is not possible, or would change another tensor too."""
-    same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
-    if not same_form or own.is_inference() or own.untyped_storage().data_ptr() in shared:
-        return kept
-    with torch.no_grad():
-        return own.copy_(kept)
+def _can_take(own: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Whether a tensor can be given the bits of another one in its own memory, which is torch's: no mapped file."""
+    if any(one.layout is not torch.strided or one.is_nested or one.is_inference() for one in (own, kept)):
+        return False
+    has_same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
+    return has_same_form and own.untyped_storage().resizable()
 
 
-def _shared_memory(state: Mapping[str, object]) -> set[int]:
-    """The addresses of memory that several tensors of a job have; a dict may begin with the model's own weights."""
-    counts: Counter[int] = Counter()
-    for part in state.values():
-        for _, leaf in leaves("", part.state_dict() if hasattr(part, "state_dict") else part):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                counts[leaf.untyped_storage().data_ptr()] += 1
-    return {address for address, number in counts.items() if number > 1}
+def _objects(path: str, value: object) -> Iterator[tuple[str, Any]]:
+    """The tensors, arrays and sets in nested dicts and lists, each with its place."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _objects(f"{path}/{key!r}", one)
+    elif type(value) is list:
+        for number, one in enumerate(value):
+            yield from _objects(f"{path}/{number}", one)
+    elif isinstance(value, torch.Tensor | np.ndarray | set):
+        yield path, value
 
 
 def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:

@@ -370,7 +370,10 @@ def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     if lacking:
         wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
     pairs = list(zip(own, kept, strict=False))
-    if needs := sorted({flag for mine, group in pairs for flag in _NEEDS_STATE if mine.get(flag) and not group[flag]}):
+    needs = sorted(
+        {flag for mine, group in pairs for flag in _NEEDS_STATE if mine.get(flag) and not group.get(flag, 1)}
+    )
+    if needs and values["state"]:
         wrong.append(f"it has {listed(needs)}, and the one there kept no state for it")
     groups = [{**mine, "params": group["params"]} for mine, group in pairs]
     return {**values, "param_groups": groups}, wrong

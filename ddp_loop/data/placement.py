@@ -18,8 +18,6 @@ import math
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from numbers import Number
 from pathlib import PurePath
 from typing import Any
 
@@ -31,7 +29,6 @@ from ddp_loop.accelerators import Accelerator, accelerator_of
 
 Places = Any  # a torch.device, or a tuple or dict of Places
 _TEXTS = (str, bytes, PurePath)
-_WITHOUT_SAMPLES = (*_TEXTS, Number, np.generic, Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -176,11 +173,11 @@ def move_if_fits(parts: Any, device: torch.device) -> Any:
 def without_rows(data: Any) -> Any:
     """The data with tensors and arrays without rows, (0, ...), in place of theirs; numbers and texts stay.
 
-    Containers are searched as by `map_tensors`, and dataclasses too. A list or tuple of texts alone, or of tensors
-    without dimensions, counts as one for each sample and becomes empty.
+    Containers are searched as by `map_tensors`, and dataclasses too. A list or tuple of texts alone, and a list of
+    tensors without dimensions, counts as one for each sample and becomes empty.
 
     Raises:
-        TypeError: another object is among the data. Its samples would be counted as this rank's.
+        TypeError: another object with tensors is among the data. Its samples would be counted as this rank's.
     """
     if _has_rows(data):
         return data[:0] if data.ndim else data
@@ -198,7 +195,7 @@ def without_rows(data: Any) -> Any:
         for name in names | set(getattr(data, "__dict__", ())):  # a cached_property has rows too
             object.__setattr__(emptied, name, without_rows(getattr(data, name)))
         return emptied
-    if data is None or isinstance(data, _WITHOUT_SAMPLES):
+    if not _has_samples(data):
         return data
     raise TypeError(
         "For synced batch norm a rank without samples calls the model too, with data without rows. Got a "
@@ -214,6 +211,13 @@ def _has_rows(data: Any) -> bool:
     return hasattr(data, "ndim") and hasattr(data, "__getitem__") and not isinstance(data, np.generic)
 
 
+def _has_samples(data: object) -> bool:
+    """Whether an object that is no container has tensors or arrays."""
+    if isinstance(data, torch.Tensor) or hasattr(data, "to"):
+        return True
+    return any(isinstance(value, torch.Tensor | np.ndarray) for value in getattr(data, "__dict__", {}).values())
+
+
 def _kind(data: Any) -> str:
     if not isinstance(data, torch.Tensor):
         return type(data).__name__
@@ -223,4 +227,8 @@ def _kind(data: Any) -> str:
 def _has_one_per_sample(items: tuple[Any, ...] | list[Any]) -> bool:
     if hasattr(items, "_fields"):
         return False
-    return all(isinstance(item, _TEXTS) or getattr(item, "ndim", 1) == 0 for item in items)
+    return all(
+        isinstance(item, _TEXTS)
+        or (type(items) is list and isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0)
+        for item in items
+    )

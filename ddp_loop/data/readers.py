@@ -422,7 +422,14 @@ def is_stream(data: Any) -> bool:
     """Whether the data can only be iterated over, as an `IterableDataset` or an ordered iterable without an index."""
     has_order = not isinstance(data, Set | DataLoader)
     has_index = hasattr(data, "__getitem__") or callable(data)
-    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and has_order and not has_index)
+    if isinstance(data, IterableDataset) or not hasattr(data, "__iter__") or not has_order or has_index:
+        return isinstance(data, IterableDataset)
+    if hasattr(data, "tensors"):  # often a loader of a script's own, which gives whole mini-batches
+        raise TypeError(
+            f"Data must not have both tensors and an __iter__ of their own. Got a {type(data).__name__}. Pass its "
+            "tensors, which Batches shuffles and cuts; a stream of single samples must be an IterableDataset."
+        )
+    return True
 
 
 def make_reader(

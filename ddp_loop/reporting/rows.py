@@ -27,14 +27,12 @@ def is_averaged(name: str) -> bool:
 
 
 def pass_weights(names: tuple[str, ...]) -> dict[str, str]:
-    """The columns with a further pass's own weight, by the column of its loss: `weight_2` right before `loss_2`.
-
-    A metric of that name can stand elsewhere.
+    """The columns with a further pass's own weight, by the column of its loss: `loss_2_weight` right before `loss_2`.
 
     Args:
         names: a row's columns, in order.
     """
-    return {loss: name for name, loss in pairwise(names) if name[:7] == "weight_" and loss == f"loss_{name[7:]}"}
+    return {loss: name for name, loss in pairwise(names) if name == f"{loss}_weight"}
 
 
 @lru_cache(maxsize=256)

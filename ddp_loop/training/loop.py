@@ -280,7 +280,8 @@ class Loop:
             while again or not self._is_over:
                 again = False
                 number = where.epochs + 1
-                seed_epoch(self.world.seed, number, self.world.device)
+                if where.at == 0 or self._job.resumed_streams is not None:
+                    seed_epoch(self.world.seed, number, self.world.device)
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
                     raise where.out_of_turn(self._begun, is_over=self._is_over)

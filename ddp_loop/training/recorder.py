@@ -123,7 +123,9 @@ def _without_module(state: Mapping[str, object]) -> str | None:
 
 def _without_schedule(state: Mapping[str, object]) -> str | None:
     """The name of an optimizer that one of torch's schedulers drives, where no part of the state is or has it."""
-    driven = [part.optimizer for part in _parts_within(state) if isinstance(part, LRScheduler)]
+    driven = [getattr(part, "optimizer", None) for part in _parts_within(state) if isinstance(part, LRScheduler)]
+    if None in driven:  # a scheduler of the script's own, which may drive any
+        return None
     for name, part in state.items():
         is_driven = isinstance(part, Optimizer) and getattr(part.step, "_wrapped_by_lr_sched", False)  # set by torch
         if is_driven and all(part is not one for one in driven):
@@ -329,24 +331,15 @@ class RunRecorder:
     def extend_row(self, result: StepResult, number: int) -> None:
         """Add the loss and the metrics of the step's pass `number`, counted from 1: as `loss_2` if `loss` is there.
 
-        If this pass or an earlier one has a weight, this pass's total comes first, as `weight_2`.
-
-        Raises:
-            ValueError: a metric has the name of that column.
+        If this pass or an earlier one has a weight, this pass's total comes first, as `loss_2_weight`.
         """
         if self._row is None:
             return
         mini_batch, names, values, known = self._row
-        own = f"weight_{number}"
-        if own in names or own in result.names:
-            raise ValueError(
-                f"The column {own} of a row is the weight of the step's pass {number}. Got a metric of that name. "
-                "Rename the metric."
-            )
         new = [f"{name}_{number}" if name in names else name for name in ("loss", *result.names)]
         parts = [values, result.values]
         if result.total is not None or "weight" in names or pass_weights(names):
-            new.insert(0, own)
+            new.insert(0, f"{new[0]}_weight")
             parts.insert(1, result.weight.reshape(1))
         self._row = mini_batch, (*names, *new), torch.cat(parts), known
 

@@ -122,3 +122,75 @@ def test_tensors_arrays_and_sets_in_a_dict_of_state_are_filled_in_place(
     assert resumed == whole
     assert "trains parameters" not in capfd.readouterr().out  # the dict has them
     assert whole[4] != whole[5]  # the best weights are not the last ones
+
+
+def rebind_notes(folder: str, stop_at: int = 0) -> list[Any]:
+    """Train with notes that begin as other objects of the script, and are replaced by new ones or share memory."""
+    anchor = torch.zeros(4, dtype=torch.float64)
+    history = np.zeros(2)
+    seen = {0}
+    model = nn.Linear(4, 1)
+    mapped = torch.from_numpy(np.memmap(f"{folder}.numbers", dtype=np.float64, mode="w+", shape=2))
+    notes: dict[str, Any] = {
+        "average": anchor, "now": history, "best": history, "seen": seen, "kept": seen, "mapped": mapped,
+    }  # fmt: skip
+    with suppress(dl.Stopped), dl.join_world(seed=3, device="cpu") as world:
+        model = nn.Linear(4, 1).double()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        notes["queue"] = [anchor, model.weight.detach()]  # the parameter's memory
+        state = {"sgd": sgd, "model": model, "notes": notes}
+        loop = dl.Loop(dl.Batches(ROWS, 4, world), EPOCHS, state=state, run_dir=folder, progress=False)
+        for step in loop:
+            for rows in step:
+                pull = (model.weight[0] - anchor).square().sum() + notes["average"].sum()
+                step.backward((model(rows) - 1).square().mean() + pull)
+            step.fold()
+            sgd.step()
+            notes["average"] = 0.9 * notes["average"] + model.weight.detach()[0]
+            notes["best"] = notes["now"].copy()
+            notes["now"][0] += step.iteration
+            notes["kept"] = notes["kept"] | {step.iteration}
+            notes["mapped"] = notes["mapped"] + 1
+            notes["queue"] = [*notes["queue"][1:], model.weight.detach().clone()]
+            if step.iteration == stop_at:
+                loop.stop()
+    plain = [one.tolist() if hasattr(one, "tolist") else one for one in notes.values() if type(one) is not list]
+    return [anchor.tolist(), mapped.tolist(), model.weight.tolist(), plain, [one.tolist() for one in notes["queue"]]]
+
+
+@pytest.mark.covers("E5")
+def test_objects_that_the_script_replaced_in_a_dict_of_state_stay_apart(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (whole,) = on_ranks(1, rebind_notes, str(tmp_path / "whole"))
+    on_ranks(1, rebind_notes, str(tmp_path / "run"), 4)
+    assert on_ranks(1, rebind_notes, str(tmp_path / "run")) == [whole]
+
+
+def test_a_script_that_restores_generators_itself_draws_on_from_them(on_ranks: OnRanks) -> None:
+    (whole,) = on_ranks(1, restore_by_hand, 6)
+    assert on_ranks(1, restore_by_hand, 4) == [whole]
+
+
+def restore_by_hand(first: int) -> list[float]:
+    """Draw at the top of each of 6 steps, with another loop from one of them on, whose position the script loads."""
+    drawn: list[float] = []
+    with dl.join_world(seed=3, device="cpu") as world:
+        model = nn.Linear(4, 1).double()
+        loop = dl.Loop(dl.Batches(ROWS, 4, world), 2, state={"model": model}, progress=False)
+        for step in loop:
+            drawn.append(float(torch.rand(())))
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            if step.iteration == first:
+                position, generator = loop.state_dict(), torch.get_rng_state()
+                break
+        if first < 6:
+            second = dl.Loop(dl.Batches(ROWS, 4, world), 2, state={"model": model}, progress=False)
+            second.load_state_dict(position)
+            torch.set_rng_state(generator)
+            for step in second:
+                drawn.append(float(torch.rand(())))
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                step.fold()
+    return drawn

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,6 +207,13 @@ def test_a_list_with_a_text_or_a_number_for_each_sample_becomes_empty(each: Any)
     assert without_rows([224, 224]) == [224, 224]
 
 
+def test_what_has_no_samples_stays() -> None:
+    scalars = (torch.tensor(1.0), torch.tensor(2.0))
+    assert without_rows(scalars) == scalars  # a pair that a script unpacks
+    for thing in ({1}, slice(3), date(2026, 11, 28), SimpleNamespace(level=1), len, torch.float32, np.float32(2.0)):
+        assert without_rows(thing) is thing
+
+
 class Foreign:
     """A batch of a user's own class."""
 
@@ -223,14 +232,13 @@ class Movable(Foreign):
         (lambda: pack_sequence([torch.zeros(2), torch.zeros(1)]), PackedSequence.__name__),
         (Foreign, "Foreign"),
         (Movable, "Movable"),
-        (lambda: {1}, "set"),
         (lambda: torch.eye(3).to_sparse(), r"tensor of layout torch\.sparse_coo"),
         (
             lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged),
             "nested tensor",
         ),
     ],
-    ids=["packed", "class", "class with to", "set", "sparse", "nested"],
+    ids=["packed", "class", "class with to", "sparse", "nested"],
 )
 def test_data_whose_rows_cannot_be_removed_are_refused_with_the_remedy(make: Any, named: str) -> None:
     for data in (make(), [INPUTS, {"x": Batch(make())}]):

@@ -141,11 +141,14 @@ class Sized(Holder):
 
 def test_an_object_with_tensors_is_read_by_its_own_methods_if_it_has_some() -> None:
     assert equal(first_of(Holder((INPUTS, LABELS)))[1], CLASSES)
-    assert equal(first_of(Streamed((INPUTS,))), 2 * FOUR)
     assert equal(first_of(Called((INPUTS,))), 2 * FOUR)
     assert equal(first_of(Sized(FOUR)), FOUR)
     with pytest.raises(ValueError, match="Got a Sized with 4 samples and 10 rows"):
         first_of(Sized((INPUTS,)))
+    with pytest.raises(
+        TypeError, match=r"both tensors and an __iter__ of their own\. Got a Streamed\. Pass its tensors"
+    ):
+        first_of(Streamed((INPUTS,)))
 
 
 @pytest.mark.covers("A7")

@@ -303,27 +303,8 @@ def test_a_passs_weight_is_in_its_row_if_this_pass_or_an_earlier_one_has_one(on_
     for weighted in ((), (1,), (2,)):
         run = tmp_path / f"run {weighted}"
         on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, 4)
-        found = {row["iteration"]: row["weight_2"] for row in lines_of(run / ROWS) if "weight_2" in row}
+        found = {row["iteration"]: row["loss_2_weight"] for row in lines_of(run / ROWS) if "loss_2_weight" in row}
         assert found == ({4: 3.0, 8: 1.0} if weighted else {})  # of kind 1
-
-
-def name_a_metric_as_a_weight(folder: str, passes: int) -> None:
-    with dl.join_world() as world:
-        model = network()
-        for step in loop_over(world, folder, model):
-            for _ in range(passes):
-                for rows in step:
-                    value = model(rows).mean()
-                    step.backward(value, weight=len(rows), loss_3=5.0, weight_2=3.0 + step.iteration)
-                step.fold()
-
-
-def test_a_metric_may_be_named_as_a_passs_weight_if_the_step_has_no_such_pass(tmp_path: Path) -> None:
-    name_a_metric_as_a_weight(str(tmp_path / "one"), 1)
-    means = read_run(tmp_path / "one", for_table=True).epoch_means
-    assert (means["loss_3"].last, means["weight_2"].last) == (5.0, 5.5)
-    with pytest.raises(ValueError, match=r"The column weight_2 of a row is the weight of the step's pass 2. .* Rename"):
-        name_a_metric_as_a_weight(str(tmp_path / "two"), 2)
 
 
 def test_without_weights_a_rows_weight_is_its_samples() -> None:

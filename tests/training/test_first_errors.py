@@ -130,15 +130,23 @@ def test_a_run_whose_state_lacks_what_is_trained_gets_one_notice(
     assert [said.count(notice) for notice in NOTICES] == told
 
 
+class Foreign(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the script's own, which does not say what it drives."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("more", "times"), [({}, 1), ({"foreign": Foreign()}, 0)], ids=["none", "foreign"])
 def test_a_scheduler_made_after_the_loop_is_missed_also_beside_one_in_state(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    more: dict[str, object], times: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with dl.join_world() as world:
         model = network()
         first = torch.optim.SGD(model.parameters(), 0.1)
         second = torch.optim.SGD(model.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.StepLR(first, 1)
-        state = {"model": model, "first": first, "second": second, "schedule": schedule}
+        state = {"model": model, "first": first, "second": second, "schedule": schedule, **more}
         loop = dl.Loop(dl.Batches(samples(24), 24, world), 2, state=state, run_dir=tmp_path, progress=False)
         torch.optim.lr_scheduler.LinearLR(second, total_iters=len(loop))
         for step in loop:
@@ -147,7 +155,7 @@ def test_a_scheduler_made_after_the_loop_is_missed_also_beside_one_in_state(
             step.fold()
             second.step()
     said = capfd.readouterr().out
-    assert said.count("The scheduler of 'second' is not in state, so a resumed run would start it again.") == 1
+    assert said.count("The scheduler of 'second' is not in state, so a resumed run would start it again.") == times
 
 
 def fold_weights(weight: Any, factor: float = 1.0) -> list[str]:

@@ -14,7 +14,7 @@ const OWN_GROUPS = { loss: "Loss", learning_rate: "Optimizer", gradient_norm: "O
   skipped: "Steps", unused_samples: "Steps", unused_samples_at_least: "Steps", samples: null };
 
 export function groupOf(name) {
-  const first = name.replace(/_\d+$/, ""); // loss_2 is that of a step's second pass
+  const first = name.replace(/^loss_\d+_weight$/, "weight").replace(/_\d+$/, ""); // loss_2 is of a step's second pass
   for (const one of [name, first]) if (Object.hasOwn(OWN_GROUPS, one)) return OWN_GROUPS[one];
   const place = name.indexOf("/");
   return place > 0 ? named(name.slice(0, place)) : "Metrics";
