@@ -208,7 +208,7 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any], same: Mapping[
         )
     for name, value in state.items():
         try:
-            restore_part(value, kept[name], same.get(name, ()))
+            restore_part(value, kept[name], set(same.get(name, ())))
         except Exception as error:
             raise ValueError(
                 f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "

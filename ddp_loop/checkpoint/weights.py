@@ -357,9 +357,6 @@ def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:
     return named, wrong
 
 
-_NEEDS_STATE = ("amsgrad", "centered")  # settings of torch's optimizers with which they keep more
-
-
 def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     """The optimizer's state with the settings of this one, and what does not fit."""
     own = optimizer.state_dict()["param_groups"]
@@ -370,11 +367,9 @@ def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     if lacking:
         wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
     pairs = list(zip(own, kept, strict=False))
-    needs = sorted(
-        {flag for mine, group in pairs for flag in _NEEDS_STATE if mine.get(flag) and not group.get(flag, 1)}
-    )
-    if needs and values["state"]:
-        wrong.append(f"it has {listed(needs)}, and the one there kept no state for it")
+    for flag in ("amsgrad", "centered"):  # settings of torch's optimizers with which they keep more
+        if values["state"] and any(mine.get(flag) and group.get(flag) is False for mine, group in pairs):
+            wrong.append(f"it has {flag}, and the one there kept no state for it")
     groups = [{**mine, "params": group["params"]} for mine, group in pairs]
     return {**values, "param_groups": groups}, wrong
 

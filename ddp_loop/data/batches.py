@@ -56,13 +56,16 @@ class LoadedBatch:
         return self._batches._nothing(self.mini_batch)
 
     def read_ahead(self) -> None:
-        """Read the first shard's data now, if that gives what it gives later; an error is raised when they are used."""
-        if not self.mini_batch.shards or not self._batches.reads_early:
-            return
-        try:
-            self._early.append(next(self._stream))
-        except Exception as error:
-            self._error = error
+        """Take the first shard's data from workers now; an error is raised when the data are used.
+
+        Data that this process reads are read in their step: until then the script may change the model, the tensors or
+        a level of noise. Workers read ahead in torch too.
+        """
+        if self.mini_batch.shards and self._batches.num_workers:
+            try:
+                self._early.append(next(self._stream))
+            except Exception as error:
+                self._error = error
 
     def finish_reading(self) -> None:
         """Read the remaining shards, so that the reader is at the next mini-batch."""
@@ -391,15 +394,6 @@ class Batches:
         """Whether data wait on the host until a first step shows how much memory their device has left."""
         return isinstance(self._reader, TensorReader) and self._reader.waits
 
-    @property
-    def reads_early(self) -> bool:
-        """Whether a step's data may be read in the fold before it: by workers, which read early in torch too.
-
-        What this process reads it reads in the step, since the script may change the model, the tensors or a level of
-        noise until then.
-        """
-        return bool(self.num_workers)
-
     def move_after(self, mini_batch: MiniBatch) -> None:
         """Move such data to their device if they fit; called when the step with a mini-batch is over.
 
@@ -513,12 +507,8 @@ class Batches:
             self._passed.add(mini_batch)
             loaded = LoadedBatch(mini_batch, data, self)
             yield loaded
-            if own is not None and own.nothing is None and mini_batch.shards:
-                data = loaded.data(0)
-                try:
-                    own.nothing = without_rows(data)
-                except Exception as error:  # raised when synced batch norm asks for them
-                    own.nothing = error.with_traceback(None)
+            if own is not None and own.first is None and mini_batch.shards:
+                own.first = loaded.data(0)
                 own.skipped = None
 
     def for_evaluation(self) -> Batches:
@@ -585,12 +575,10 @@ class Batches:
         if (own := self._own) is not None:
             if own.skipped is not None:
                 samples, data = own.skipped
-                own.nothing = without_rows(self._changed(mini_batch, Shard(0, 0, samples), data))
+                own.first = self._changed(mini_batch, Shard(0, 0, samples), data)
                 own.skipped = None
-            if isinstance(own.nothing, Exception):
-                raise own.nothing
-            if own.nothing is not None:
-                return own.nothing
+            if own.first is not None:
+                return without_rows(own.first)
         if isinstance(self._reader, StreamReader):
             raise ValueError(
                 "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "

@@ -227,8 +227,7 @@ def _kind(data: Any) -> str:
 def _has_one_per_sample(items: tuple[Any, ...] | list[Any]) -> bool:
     if hasattr(items, "_fields"):
         return False
-    return all(
-        isinstance(item, _TEXTS)
-        or (type(items) is list and isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0)
-        for item in items
-    )
+    if all(isinstance(item, _TEXTS) for item in items):
+        return True
+    scalars = [item for item in items if isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0]
+    return type(items) is list and len(scalars) == len(items)  # a tuple of scalars is what a script unpacks

@@ -184,7 +184,7 @@ class OwnStreams:
         batch_size, until, world: of the batches.
 
     Attributes:
-        nothing: the data of an empty shard, once a piece was read; None before.
+        first: the data of the first shard that was read, from which those of an empty one are made; None before.
         skipped: the number of samples and the data of the first piece, where a run resumed after it; None without.
         unused: the samples of the last epoch that are in no mini-batch; None before its last step is folded.
     """
@@ -192,7 +192,7 @@ class OwnStreams:
     batch_size: int
     until: str
     world: World
-    nothing: Any = None
+    first: Any = None
     skipped: tuple[int, Any] | None = None
     unused: Unused | None = None
 

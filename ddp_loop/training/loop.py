@@ -280,7 +280,7 @@ class Loop:
             while again or not self._is_over:
                 again = False
                 number = where.epochs + 1
-                if where.at == 0 or self._job.resumed_streams is not None:
+                if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
                     seed_epoch(self.world.seed, number, self.world.device)
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):

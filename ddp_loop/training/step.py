@@ -1808,7 +1808,7 @@ class Job:
         return ControlRequest(stop, save, problem)
 
     def while_reducing(self) -> None:
-        """Hand on earlier rows, read the next mini-batch's data, and start the streams of what follows the fold."""
+        """Hand on earlier rows, take the next mini-batch, and start the streams of what follows the fold."""
         if self.recorder.has_rows:
             self.recorder.flush_ready()
         if self.where.iteration != self.where.most_steps:

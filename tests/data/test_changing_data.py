@@ -1,4 +1,4 @@
-"""Data that the script changes between two steps are those of the step, as in a loop for one device."""
+"""What a script changes between two steps shows in the next step's data, as in a loop for one device."""
 
 from __future__ import annotations
 

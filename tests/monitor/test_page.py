@@ -39,6 +39,20 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
+def test_a_second_passs_loss_is_among_losses_and_its_weight_is_no_metric(visit: Any, tmp_path: Path) -> None:
+    lines = [row(k, weight=6.0, loss_2_weight=3.0, loss_2=0.5, accuracy=0.5) for k in range(1, 4)]
+    with served(write_run(tmp_path / "two", lines, status="done", iteration=3)) as page:
+        one = visit(page)
+        assert one.last("loss_2") == [[3, 0.5]]
+        charts = {
+            group.locator("h2").inner_text(): [
+                chart.get_attribute("data-metric") for chart in group.locator("[data-metric]").all()
+            ]
+            for group in one.page.locator(".group").all()
+        }
+        assert charts == {"Loss": ["loss", "loss_2"], "Metrics": ["accuracy"], "Steps": ["loss_2_weight", "weight"]}
+
+
 @pytest.mark.covers("E4", "J7")
 def test_the_curves_end_with_the_last_row_evaluation_and_logged_value_and_keys_move_over_them(
     visit: Any, run: Path
