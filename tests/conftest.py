@@ -78,6 +78,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(names, values, indirect=True)
 
 
+LONGEST = "test_gpu_benchmark.py"
+
+
 def needs_no_fakes(item: pytest.Item) -> bool:
     """Whether a test starts no ranks with fake GPUs or NPUs."""
     parameters = {} if (callspec := getattr(item, "callspec", None)) is None else callspec.params
@@ -91,10 +94,12 @@ def needs_no_fakes(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say of each test which tier it is in, before `-m` chooses.
 
-    Tests on fake GPUs come first: of several processes mostly one then starts ranks with such devices.
+    Tests on fake GPUs come first: of several processes mostly one then starts ranks with such devices. Before them come
+    the longest, so that no process waits in the end for another one that has just begun with them.
     """
     beyond = combinations(items)
-    items[:] = sorted((item for item in items if item not in beyond), key=needs_no_fakes)
+    chosen = (item for item in items if item not in beyond)
+    items[:] = sorted(chosen, key=lambda item: (item.path.name != LONGEST, needs_no_fakes(item)))
     config.stash[ALL_ITEMS] = list(items)
     mark_tiers(items)
 

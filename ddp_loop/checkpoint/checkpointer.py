@@ -196,6 +196,7 @@ class Checkpointer:
         with suppress(OSError):  # the folder may not exist on another machine
             self._identity = identity(self.folder)
         self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
+        self._job.begin()
         with self._world.failing_together(*_OF_STATE):
             self._job.serialize()
         position = self._restore()

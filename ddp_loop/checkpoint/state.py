@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.determinism import checksum_all, leaves, restore_streams, streams
-from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_modules, own_names
+from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_modules, find_parameters, own_names
 
 JOB = "job"
 _GENERATORS = "generators"
@@ -38,6 +38,66 @@ class Stateful(Protocol):
         """Restore the state."""
 
 
+class OutsideStateDict:
+    """What the `state_dict` of a job's modules does not contain, but a run may have changed.
+
+    It is which parameters are frozen and, where they are not as the script made them, which layers of a model in
+    training mode are not (`layer.eval()`), and the buffers with `persistent=False`.
+
+    Args:
+        state: of the job.
+    """
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self._state = state
+        self._modes: dict[str, bool] = {}
+        self._buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def begin(self) -> None:
+        """Take the modes and buffers as the script made them."""
+        self._modes = {name: layer.training for name, layer in self._layers_in_training()}
+        self._buffers = {name: (weakref.ref(one), _version(one)) for name, _, _, one in self._buffers_outside()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The names of the frozen parameters; the modes and buffers that have changed, by name."""
+        modes = {name: layer.training for name, layer in self._layers_in_training()}
+        return {
+            "frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad],
+            "modes": {name: mode for name, mode in modes.items() if mode != self._modes.get(name, True)},
+            "buffers": {name: one for name, _, _, one in self._buffers_outside() if self._is_changed(name, one)},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Freeze exactly these parameters, and restore these modes and buffers; older checkpoints have none."""
+        for name, parameter in find_parameters(self._state).items():
+            parameter.requires_grad_(name not in state["frozen"])
+        modes = state.get("modes", {})
+        for name, layer in self._layers_in_training():
+            layer.training = modes.get(name, layer.training)
+        buffers = state.get("buffers", {})
+        for name, layer, key, own in self._buffers_outside():
+            if name in buffers:
+                layer._buffers[key] = _filled(own, buffers[name], {name}, name)
+
+    def _is_changed(self, name: str, buffer: torch.Tensor) -> bool:
+        began, version = self._buffers.get(name, (lambda: None, 0))
+        return began() is not buffer or version != _version(buffer)
+
+    def _layers_in_training(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of each model in training mode, by name."""
+        for prefix, model in find_modules(self._state).items():
+            if model.training:
+                yield from model.named_modules(prefix=prefix)
+
+    def _buffers_outside(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+        """The buffers with `persistent=False`, by name, each with its module and its name there."""
+        for prefix, model in find_modules(self._state).items():
+            for name, layer in model.named_modules(prefix=prefix):
+                for key, buffer in layer._buffers.items():
+                    if buffer is not None and key in layer._non_persistent_buffers_set:
+                        yield f"{name}.{key}", layer, key, buffer
+
+
 class JobState:
     """The job's objects, the loop's own parts and the random generators, saved and restored together.
 
@@ -56,14 +116,20 @@ class JobState:
         device: torch.device,
     ) -> None:
         self._state = state
-        self._parts = parts
+        self._outside = OutsideStateDict(state)
+        self._parts = {**parts, "trained": self._outside}
         self._device = device
         self._local = own_names(state, local)
         self._local_endings = ends_of_copies(state, local)
         self._modules = set(find_modules(state))
-        self._began = {  # what the dicts held at first
+        self._began: dict[str, dict[str, weakref.ref[Any]]] = {}
+
+    def begin(self) -> None:
+        """Take what the script made, before a checkpoint is restored, as what the run did not change."""
+        self._outside.begin()
+        self._began = {
             name: {path: weakref.ref(one) for path, one in _objects("", value)}
-            for name, value in state.items()
+            for name, value in self._state.items()
             if isinstance(value, MutableMapping) and not hasattr(value, "state_dict")
         }
 
@@ -124,6 +190,7 @@ class JobState:
         """Forget the objects; `checksums` still knows which tensors are compared."""
         self._state = {}
         self._parts = {}
+        self._outside = OutsideStateDict({})
         self._began = {}
 
     def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:
@@ -269,6 +336,11 @@ def _can_take(own: torch.Tensor, kept: torch.Tensor) -> bool:
         return False
     has_same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
     return has_same_form and own.untyped_storage().resizable()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 if torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _objects(path: str, value: object) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,6 @@ from ddp_loop.distributed.replica_check import (
     require_one_model,
 )
 from ddp_loop.distributed.replicas import (
-    FrozenParameters,
     check_layout,
     check_structure,
     each_buffer,
@@ -42,7 +41,6 @@ __all__ = [
     "IDENTITY",
     "MOST_LETTERS",
     "Cell",
-    "FrozenParameters",
     "PeerFailed",
     "Pool",
     "RankEnv",

@@ -94,22 +94,6 @@ def _without_shape(name: str) -> ValueError:
     )
 
 
-class FrozenParameters:
-    """Which parameters of a job need no gradient; the `state_dict` of a module does not contain it."""
-
-    def __init__(self, state: Mapping[str, object]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, list[str]]:
-        """The names of the frozen parameters."""
-        return {"frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad]}
-
-    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
-        """Freeze exactly these parameters."""
-        for name, one in find_parameters(self._state).items():
-            one.requires_grad_(name not in state["frozen"])
-
-
 def find_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a job, each once, by the first of its names.
 

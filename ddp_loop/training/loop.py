@@ -13,7 +13,6 @@ import torch
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_epoch, streams
-from ddp_loop.distributed import FrozenParameters
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
@@ -157,7 +156,7 @@ class Loop:
         self._is_iterated = False  # whether an iterator of it goes on
         self._release: Callable[[], None] = lambda: None  # later its job's hooks
         checkpointer = None
-        kept: dict[str, Stateful] = {"guard": checks.guard, "trained": FrozenParameters(state), "shares": checks.shares}
+        kept: dict[str, Stateful] = {"guard": checks.guard, "shares": checks.shares}
         kept |= self.batches.checkpointed(skips=checks.guard.skips)  # also tells sequences that steps may be skipped
         if folder is not None:
             checkpointer = Checkpointer(folder, self.world, state, policy, checks.local, kept, checks.state.check)

@@ -1,0 +1,85 @@
+"""A resumed run has what a module's `state_dict` lacks: modes of layers, and buffers with `persistent=False`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+
+STEPS = 6
+FROZEN_AT = 3
+ROWS = torch.arange(48.0, dtype=torch.float64).reshape(12, 4).sin()
+
+
+class Warmup(nn.Module):
+    """Scales by a number that grows in each forward in training, and that no `state_dict` has."""
+
+    level: torch.Tensor
+    mask: torch.Tensor
+    other: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones((), dtype=torch.float64), persistent=False)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.float64), persistent=False)
+        self.register_buffer("other", torch.ones((), dtype=torch.float64), persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.level += 0.5
+            self.other = self.other * 1.25
+        return rows * self.mask * self.level / self.other
+
+
+def weights_of(folder: str, stop_at: int, mask: float) -> list[list[float]]:
+    """Train, with a norm that is frozen after step 3; returns all that the model has in the end."""
+    torch.manual_seed(0)
+    warmup = Warmup()
+    model = nn.Sequential(warmup, nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    with suppress(dl.Stopped), dl.join_world(seed=3) as world:
+        model.to(world.device)
+        warmup.mask.fill_(mask)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        batches = dl.Batches(ROWS, 4, world, shards=1)
+        loop = dl.Loop(batches, steps=STEPS, state={"model": model, "sgd": sgd}, run_dir=folder, progress=False)
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            sgd.step()
+            if step.iteration == FROZEN_AT:
+                model[1].eval()
+            if step.iteration == stop_at:
+                loop.stop()
+    layers: list[nn.Module] = list(model)
+    modes = [float(layer.training) for layer in layers]
+    return [modes, *(one.flatten().tolist() for one in [*model.parameters(), *model.buffers()])]
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_modes_and_buffers_that_no_state_dict_has_are_the_whole_runs(
+    ranks: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    whole = on_ranks(ranks, weights_of, str(tmp_path / "whole"), 0, 1.0)[0]
+    assert whole[0] == [1.0, 0.0, 1.0]
+    for stop_at in (1, 4):
+        folder = str(tmp_path / f"stopped {stop_at}")
+        on_ranks(ranks, weights_of, folder, stop_at, 1.0)
+        assert on_ranks(ranks, weights_of, folder, 0, 1.0) == [whole] * ranks
+
+
+def test_a_buffer_that_the_run_did_not_change_is_as_the_resumed_script_makes_it(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    on_ranks(2, weights_of, str(tmp_path), 4, 1.0)
+    resumed = on_ranks(2, weights_of, str(tmp_path), 0, 0.5)[0]
+    assert [0.5] * 4 in resumed
