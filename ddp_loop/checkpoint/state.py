@@ -42,7 +42,8 @@ class OutsideStateDict:
     """What the `state_dict` of a job's modules does not contain, but a run may have changed.
 
     It is which parameters are frozen and, where they are not as the script made them, which layers of a model in
-    training mode are not (`layer.eval()`), and the buffers with `persistent=False`.
+    training mode are not (`layer.eval()`), and the buffers with `persistent=False`. An optimizer numbers its
+    parameters; their names, in its order, tell whether a resumed run numbers them alike.
 
     Args:
         state: of the job.
@@ -59,29 +60,54 @@ class OutsideStateDict:
         self._buffers = {name: (weakref.ref(one), _version(one)) for name, _, _, one in self._buffers_outside()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The names of the frozen parameters; the modes and buffers that have changed, by name."""
+        """The names of the frozen and of the optimizers' parameters; the modes and buffers that have changed."""
         modes = {name: layer.training for name, layer in self._layers_in_training()}
+        parameters = find_parameters(self._state)
         return {
-            "frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad],
+            "frozen": [name for name, one in parameters.items() if not one.requires_grad],
             "modes": {name: mode for name, mode in modes.items() if mode != self._modes.get(name, True)},
             "buffers": {name: one for name, _, _, one in self._buffers_outside() if self._is_changed(name, one)},
+            "optimizers": self._numbered(parameters),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Freeze exactly these parameters, and restore these modes and buffers; older checkpoints have none."""
-        for name, parameter in find_parameters(self._state).items():
+        """Freeze exactly these parameters, and restore these modes and buffers; older checkpoints have none.
+
+        Raises:
+            ValueError: an optimizer has its parameters in another order.
+        """
+        parameters = find_parameters(self._state)
+        numbered = self._numbered(parameters)
+        for name, saved in state.get("optimizers", {}).items():
+            for number, (here, there) in enumerate(zip(numbered.get(name, saved), saved, strict=False), 1):
+                if here != there:
+                    raise ValueError(
+                        f"The state of an optimizer belongs to its parameters by their order. In state[{name!r}] "
+                        f"number {number} is {here}, in the checkpoint {there}. Give it its parameters in the same "
+                        "order (a set has another one in each process), or pass resume=False to start over."
+                    )
+        for name, parameter in parameters.items():
             parameter.requires_grad_(name not in state["frozen"])
         modes = state.get("modes", {})
         for name, layer in self._layers_in_training():
             layer.training = modes.get(name, layer.training)
         buffers = state.get("buffers", {})
-        for name, layer, key, own in self._buffers_outside():
-            if name in buffers:
-                layer._buffers[key] = _filled(own, buffers[name], {name}, name)
+        for place, owner, key, buffer in self._buffers_outside():
+            if place in buffers:
+                owner._buffers[key] = _filled(buffer, buffers[place], {place}, place)
 
     def _is_changed(self, name: str, buffer: torch.Tensor) -> bool:
         began, version = self._buffers.get(name, (lambda: None, 0))
         return began() is not buffer or version != _version(buffer)
+
+    def _numbered(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+        """For each optimizer, the names of its parameters in its order."""
+        names = {id(one): name for name, one in parameters.items()}
+        return {
+            name: [names[id(one)] for group in part.param_groups for one in group["params"]]
+            for name, part in self._state.items()
+            if isinstance(part, Optimizer)
+        }
 
     def _layers_in_training(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules of each model in training mode, by name."""

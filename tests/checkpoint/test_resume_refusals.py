@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import ddp_loop as dl
@@ -120,3 +121,25 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(
     before = files()
     refused(3, begin_with, model, *others, kind=kind, said=said)
     assert files() == before
+
+
+def begin_in_order(world: dl.World, folder: str, reverse: bool) -> None:
+    """With an optimizer of all parameters, in either order; two of them have the same shape."""
+    model = network()
+    adam = torch.optim.Adam([{"params": sorted(model.parameters(), key=torch.Tensor.numel, reverse=reverse)}])
+    for step in loop_over(world, folder, model, adam, steps=1):
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
+        adam.step()
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ranks(
+    refused: Refused, tmp_path: Path, on_ranks: OnRanks
+) -> None:
+    on_ranks(1, on_this_rank, begin_in_order, str(tmp_path / "run"), (False,))
+    said = (
+        r"belongs to its parameters by their order\. In state\['other 0'\] number 1 is model\.0\.weight, in the "
+        r"checkpoint model\.2\.bias\. Give it its parameters in the same order \(a set"
+    )
+    refused(3, begin_in_order, True, kind="ValueError", said=said)
