@@ -524,6 +524,12 @@ class Checkpointer:
         if not self._is_refused:
             self.write_status(status, **facts)
         if self._run is not None:
-            if status != "failed":
-                self._run.forget_stop()
-            self._run.close()
+            self._unlock(self._run, status)
+
+    def _unlock(self, run: RunFolder, status: str) -> None:
+        """Unlock the run folder, on rank 0."""
+        if status == "stopped":
+            leave_advice("")  # the run's last line says how to go on
+        if status != "failed":
+            run.forget_stop()
+        run.close()

@@ -318,6 +318,7 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
             if missing := sorted(needed - group.keys()):
                 raise ValueError(f"group {number} of this {type(value).__name__} needs {missing}")
         _keep_bits(value, kept)
+        value._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler that steps before it
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(kept)
     else:
@@ -326,7 +327,10 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
 
 def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any], same: Collection[str], path: str = "") -> None:
     """Restore a dict in place, and the dicts and lists in it, which the script may refer to."""
-    filled = {key: _filled(own.get(key), one, same, f"{path}/{key!r}") for key, one in kept.items()}
+    make = getattr(own, "default_factory", None) or (lambda: None)  # of a defaultdict in a defaultdict
+    filled = {
+        key: _filled(own[key] if key in own else make(), one, same, f"{path}/{key!r}") for key, one in kept.items()
+    }
     own.clear()
     own.update(filled)
 

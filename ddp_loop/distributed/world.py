@@ -56,9 +56,10 @@ class _PrintingHandler(logging.Handler):
 
 
 _LOGGER = logging.getLogger("ddp_loop")
+if _LOGGER.level == logging.NOTSET:
+    _LOGGER.setLevel(logging.INFO)
 if not _LOGGER.handlers:  # else the script has its own
     _LOGGER.addHandler(_PrintingHandler())
-    _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False
 
 

@@ -111,6 +111,8 @@ class Agent(LocalElasticAgent):
                 self._stops_to_restart = False
                 raise
             self._is_interrupted = second.sigval == signal.SIGINT
+            if self._ranks is not None:
+                self._ranks.are_ended = self._is_interrupted
             try:
                 self._close_ranks(second.sigval, _SECOND_S)
             except SignalException:
