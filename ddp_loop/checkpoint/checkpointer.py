@@ -517,7 +517,7 @@ class Checkpointer:
                 write_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
-            if self._advice:
+            if self._advice and self.has_folder:
                 error.add_note(self._advice)
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
@@ -528,7 +528,9 @@ class Checkpointer:
 
     def _unlock(self, run: RunFolder, status: str) -> None:
         """Unlock the run folder, on rank 0."""
-        if status == "stopped":
+        if not self.has_folder:
+            leave_advice(f"The run folder {self.folder} was removed or replaced while the run was in it.")
+        elif status == "stopped":
             leave_advice("")  # the run's last line says how to go on
         if status != "failed":
             run.forget_stop()
