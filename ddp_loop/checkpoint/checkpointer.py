@@ -7,7 +7,7 @@ but not from one that is being iterated. Each rank decides this by itself, and a
 the next one together.
 
 [Note: A save] Rank 0 copies the state, the other ranks put checksums of theirs into the store, and training continues.
-Rank 0's thread waits for these checksums, compares them with those of its copy, and only then writes: a checkpoint
+Rank 0's thread waits for these checksums, compares them with its copy's, and only then writes: a checkpoint
 proves that the replicas were equal. Rows are flushed to the disk before the checkpoint that counts them, so that a loss
 of power leaves no gap between them. An error of the thread is raised on all ranks in the next step.
 """
@@ -58,7 +58,7 @@ class CheckpointPolicy:
         every: save after this many steps; None saves after each epoch.
         every_s: save also when this many seconds have passed since the last save began.
         keep_last: how many of the newest checkpoints are kept, beside the best one.
-        on_error: what a failed save does.
+        on_error: whether a failed save raises or warns.
     """
 
     every: int | None = None
@@ -100,7 +100,7 @@ class Checkpointer:
         folder: of the run.
         world: from `join_world`.
         state: the job's objects by name.
-        policy: when to save, and what to keep.
+        policy: when to save, and which checkpoints to keep.
         local: names of buffers that differ between ranks.
         parts: the loop's own parts by name, saved beside the job.
         refuses: given the iteration, returns why the current state must not be saved, or None.
@@ -110,7 +110,7 @@ class Checkpointer:
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
         give_up: ends the loop, unless it is being iterated, since a newer one wants the folder; makes no collective.
-        missing: what could not be written, and was not replaced by a later one, on rank 0.
+        missing: the checkpoint and the status that could not be written and have no later replacement, on rank 0.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
         sums: of the files of rows, by name, when the restored checkpoint was made; empty without one.
         sum_files: returns these sums as they are now, on rank 0.
@@ -142,7 +142,7 @@ class Checkpointer:
         self._has_said_unlike = False
         self._began = time.monotonic()
         self._ended = False
-        self._is_refused = True  # until it is restored; what its status said then stays
+        self._is_refused = True  # until it is restored; its status then stays as it was
         self.newest = ""
         self._advice = ""  # on how to go on from there, on rank 0, unless the launcher says it
         self.asked = False
@@ -159,7 +159,7 @@ class Checkpointer:
         """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
         Args:
-            facts: what makes a run another one.
+            facts: they make a run another one if they differ.
             resume: of `Loop`.
             extent: the run's length, for status.json.
             config: of `Loop`, flat; None for none.
@@ -206,7 +206,7 @@ class Checkpointer:
         return position
 
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:
-        """Say what changed since the last start, and record this one, on rank 0."""
+        """List the changes since the last start, and record this one, on rank 0."""
         if position is not None and run.notice:
             kept = [name for name in settings if any(one.startswith(f"{name}: ") for one in run.changed)]
             used = ""
@@ -292,7 +292,7 @@ class Checkpointer:
         self._spare.append(snapshot.buffers)
 
     def release_state(self) -> None:
-        """Let the job's state be freed; what was copied before can still be saved."""
+        """Let the job's state be freed; copies made before can still be saved."""
         self._refuses = lambda iteration: None
         self._spare = []
         self._job.release()

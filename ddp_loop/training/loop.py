@@ -1,4 +1,4 @@
-"""The loop: which step comes next, what it folds, and what it records."""
+"""The loop: which step comes next, its fold and its records."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ class Loop:
         self.world.stage = "data"
 
     def _end_epoch(self, loaded: LoadedBatch | None) -> None:
-        """Check what a GPU has yet to give, and after the last step the state. Every rank must call this.
+        """Check the values that a GPU has yet to give, and after the last step the state. Every rank must call this.
 
         Args:
             loaded: the last mini-batch; None if the data of the epoch have ended.
