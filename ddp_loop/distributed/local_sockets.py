@@ -32,9 +32,7 @@ _UID = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 TEXT_BYTES = 4096
 _NO_ROOM = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))  # for a message now
 
-WORDS = 8  # integers that ride in each header
-_FORM = struct.Struct(f"<BBHIQQQQIQ{WORDS}q")
-_NO_WORDS = (0,) * WORDS
+_FORM = struct.Struct("<BBHIQQQQIQq")
 
 
 class Header(NamedTuple):
@@ -50,7 +48,7 @@ class Header(NamedTuple):
         offset: of this rank's values in its arena, in bytes.
         done: the last operation that its sender completed, with all before it.
         at, step: where its sender is: the number of its stage, and its iteration.
-        words: integers of the operation's own.
+        number: of the operation's own.
     """
 
     stage: int
@@ -63,7 +61,7 @@ class Header(NamedTuple):
     done: int = 0
     at: int = 0
     step: int = 0
-    words: tuple[int, ...] = ()
+    number: int = 0
 
 
 class Listener:
@@ -229,7 +227,7 @@ class LocalPeers:
 
     def send(self, header: Header, to: Iterable[int], text: bytes = b"", descriptors: Sequence[int] = ()) -> set[int]:
         """Send a message; returns the ranks that have no room for it now."""
-        word = _FORM.pack(*header[:-1], *header.words, *_NO_WORDS[len(header.words) :]) + text
+        word = _FORM.pack(*header) + text
         full = set()
         for rank in to:
             try:
@@ -272,8 +270,7 @@ class LocalPeers:
                 with suppress(KeyError, ValueError):
                     self._poll.unregister(one.fileno())
             return None
-        fields = _FORM.unpack_from(self._buffer)
-        header = Header._make((*fields[:-WORDS], fields[-WORDS:]))
+        header = Header._make(_FORM.unpack_from(self._buffer))
         return header, bytes(self._buffer[_FORM.size : size]), descriptors
 
     def close(self) -> None:
