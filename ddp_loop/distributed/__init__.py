@@ -1,6 +1,6 @@
 """The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
 
-from ddp_loop.distributed.backend import Work
+from ddp_loop.distributed.backend import PieceOrder, Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode_all
@@ -44,6 +44,7 @@ __all__ = [
     "Cell",
     "FrozenParameters",
     "PeerFailed",
+    "PieceOrder",
     "Pool",
     "RankEnv",
     "RankFailed",

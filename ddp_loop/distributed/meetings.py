@@ -178,7 +178,7 @@ class Meetings:
         """
         offset = self._put(values) if values else 0
         completed = self._completed
-        self._sequence = self._sequence + 1
+        self._sequence += 1
         where = self._where()
         header = Header(
             ARRIVED,

@@ -250,7 +250,7 @@ class ReplicaCheck:
         """
         self.check_pending()
         made = self._folds
-        self._folds = self._folds + 1
+        self._folds += 1
         if result.iteration % self._interval == 0 or made in _FIRST:
             self._snapshot(f"At the fold of step {result.iteration}")
             if not self._world.accelerator.is_asynchronous:

@@ -26,15 +26,6 @@ from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """An order of pieces; as `PieceOrder`."""
-
-    pieces: tuple[int, ...]
-    last_merges: tuple[int, ...]
-    is_any: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SumNode:
     """A sum in a tree over pieces: those from `first` to `end`, of its halves; a piece itself without them."""
 
@@ -74,7 +65,7 @@ def merges_of(node: SumNode | None, leaves: Collection[SumNode]) -> list[int]:
 
 def machine_order(
     order: PieceOrder, machines: Sequence[range], own_rank: int
-) -> tuple[list[Order], list[slice], Order]:
+) -> tuple[list[PieceOrder], list[slice], PieceOrder]:
     """Cut an order over all ranks into those inside of a rank's machine and between the machines. See [Note: One tree].
 
     Args:
@@ -94,13 +85,13 @@ def machine_order(
     parts = []
     for node in sent[own]:
         added = {rank: range(max(node.first, starts[rank]), min(node.end, starts[rank + 1])) for rank in own}
-        nodes.append(Order(tuple(map(len, added.values())), tuple(merges_of(node, ()))))
+        nodes.append(PieceOrder(tuple(map(len, added.values())), tuple(merges_of(node, ())), is_any=False))
         mine = added[own_rank]
         parts.append(slice(mine.start - starts[own_rank], mine.start - starts[own_rank] + len(mine)))
     leaves = [*chain(*sent.values())]
     counts = tuple(map(len, sent.values()))
     is_any = sum(counts) <= 2 and max(counts) == 1
-    return nodes, parts, Order(counts, tuple(merges_of(tree, leaves)), is_any)
+    return nodes, parts, PieceOrder(counts, tuple(merges_of(tree, leaves)), is_any)
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +207,7 @@ class TwoLevelFlatSum:
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
         nodes, parts, between = machine_order(order, backend.machines, backend.rank)
         # A machine without shards sends -0.0, with its ranks' tails.
-        nodes = nodes or [Order((0,) * self._local.size, ())]
+        nodes = nodes or [PieceOrder((0,) * self._local.size, (), is_any=False)]
         self._parts = parts or [slice(0, 0)]
         host = torch.device("cpu")
         self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]

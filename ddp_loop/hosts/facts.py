@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
 import shutil
@@ -180,10 +179,3 @@ def shared_file(path: Path) -> Iterator[str]:
         with suppress(OSError):
             if made:
                 run.rmdir()
-
-
-def is_seen(path: Path) -> bool:
-    """Whether a file is there; the folder is listed first, since NFS keeps what it has listed."""
-    with suppress(OSError):
-        return path.name in os.listdir(path.parent)
-    return False
