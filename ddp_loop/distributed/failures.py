@@ -93,6 +93,7 @@ STAGES = (
     "predict",
     "update_bn",
 )  # by their numbers in messages
+STAGE_NUMBERS = {name: number for number, name in enumerate(STAGES)}
 
 
 @sendable

@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 
 from ddp_loop.distributed.backend import LOOK_S, Parted
-from ddp_loop.distributed.failures import STAGES, PeerGone, RankStatus
+from ddp_loop.distributed.failures import STAGE_NUMBERS, STAGES, PeerGone, RankStatus
 from ddp_loop.distributed.local_sockets import TEXT_BYTES, Header, LocalPeers
 from ddp_loop.distributed.shared_memory import Segment, aligned
 
@@ -39,7 +39,6 @@ _LATE_PLACE_S = 0.05  # for those of ranks that have not come yet
 _ROOM_S = 0.001  # until a full connection is tried again
 _VIEWS = 4096
 _SPIN_S = 100e-6  # where each rank has a core
-_NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
 Then = Callable[["Meeting"], None]
 
@@ -189,7 +188,7 @@ class Meetings:
             length=length,
             offset=offset,
             done=completed,
-            at=_NUMBER_OF.get(where.stage, 0),
+            at=STAGE_NUMBERS.get(where.stage, 0),
             step=where.step,
             number=number,
         )

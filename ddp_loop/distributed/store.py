@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from ddp_loop.distributed.failures import (
-    STAGES,
+    STAGE_NUMBERS,
     PeerFailed,
     PeerGone,
     RankReport,
@@ -260,4 +260,4 @@ class RankStore:
 
 
 def _progress(where: RankStatus) -> tuple[int, int]:
-    return where.step, STAGES.index(where.stage) if where.stage in STAGES else 0
+    return where.step, STAGE_NUMBERS.get(where.stage, 0)

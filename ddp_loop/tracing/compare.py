@@ -266,11 +266,12 @@ def gradient_scale(gradient: torch.Tensor, largest: float) -> float:
 
 def largest_of(tensor: torch.Tensor) -> float:
     """The largest finite magnitude."""
-    wide = _wide(tensor).abs()
+    wide = widened(tensor).abs()
     return float(torch.nan_to_num(wide, nan=0.0, posinf=0.0).max()) if tensor.numel() else 0.0
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the widest dtype of its kind."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -284,8 +285,8 @@ def apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
         return math.inf
     if torch.equal(one, other):
         return 0.0
-    here = _wide(one)
-    there = _wide(other)
+    here = widened(one)
+    there = widened(other)
     odd = ~(here.isfinite() & there.isfinite())
     if _is_whole(one) or not torch.equal(here[odd].nan_to_num(nan=7.0), there[odd].nan_to_num(nan=7.0)):
         return math.inf
