@@ -373,8 +373,6 @@ class Meetings:
         end = start + size
         if needed := max((one for one, first, last in regions if first < end and start < last), default=0):
             self._await_completed(needed)
-            while regions and regions[0][0] <= needed:
-                regions.popleft()
         regions.append((self._sequence + 1, start, end))
         return start
 

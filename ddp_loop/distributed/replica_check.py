@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.determinism import Leaf, checksum_all, leaves
 from ddp_loop.distributed.failures import PeerFailed
-from ddp_loop.distributed.replicas import find_modules, find_parameters
+from ddp_loop.distributed.replicas import each_module, find_modules, find_parameters
 from ddp_loop.distributed.world import World
 
 _MOST_NAMES = 3
@@ -232,12 +232,11 @@ class ReplicaCheck:
         self._pending: _ReplicaDigest | None = None
         self._folds = 0
         self.due: float = 0 if self._interval else math.inf
-        for prefix, module in find_modules(state).items():
-            for name, owner in module.named_modules(prefix=prefix):
-                own = [key for key, _ in owner._buffers.items() if f"{name}.{key}" in self._without]
-                world.own_buffers.update((type(owner), key) for key in own)
-                if interval == 0:
-                    world.uncompared.add(owner)
+        for name, owner in each_module(find_modules(state)).items():
+            own = [key for key, _ in owner._buffers.items() if f"{name}.{key}" in self._without]
+            world.own_buffers.update((type(owner), key) for key in own)
+            if interval == 0:
+                world.uncompared.add(owner)
 
     def before(self, iteration: int, *, had_gradients: bool) -> None:
         """The first shard of a step is next."""
