@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -115,18 +115,14 @@ def settings_of(state: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _forms(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [f"{name} ({str(one.dtype).removeprefix('torch.')}, {tuple(one.shape)})" for name, one in tensors.items()]
-
-
-def describe_difference(rows: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
+def describe_difference(rows: Iterable[Iterable[int]], names: Sequence[str]) -> str | None:
     """Which ranks differ from the others, and in which tensors; None if all are equal.
 
     Args:
-        rows: checksums of each rank, (T,) each.
+        rows: T checksums of each rank.
         names: of the T tensors.
     """
-    values = [tuple(row.tolist()) for row in rows]
+    values = list(map(tuple, rows))
     if len(set(values)) <= 1:
         return None
     places = [number for number, column in enumerate(zip(*values, strict=True)) if len(set(column)) > 1]
@@ -165,7 +161,7 @@ class _ReplicaDigest:
     where: str
     names: list[str]
     sums: HostCopy
-    settings: Mapping[str, str]
+    settings: dict[str, str]
 
     @property
     def number(self) -> int:
@@ -175,9 +171,10 @@ class _ReplicaDigest:
         return int.from_bytes(digest[:8], "little") >> 1 | 1
 
 
-def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, str]) -> _ReplicaDigest:
+def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: dict[str, str]) -> _ReplicaDigest:
     """Take checksums of these tensors, without waiting for a GPU."""
-    return _ReplicaDigest(where, _forms(tensors), HostCopy(checksum_all(list(tensors.values()))), settings)
+    names = [f"{name} ({str(one.dtype).removeprefix('torch.')}, {tuple(one.shape)})" for name, one in tensors.items()]
+    return _ReplicaDigest(where, names, HostCopy(checksum_all(list(tensors.values()))), settings)
 
 
 def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
@@ -185,13 +182,13 @@ def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
     numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes, which nearly always are equal
     if taken is None or 0 in numbers or len(set(numbers)) == 1:
         return None
-    own = dict(zip(taken.names, taken.sums.wait().tolist(), strict=True)), dict(taken.settings)
+    own = dict(zip(taken.names, taken.sums.wait().tolist(), strict=True)), taken.settings
     sums, settings = zip(*world.gather(own), strict=True)
     sums = _without_late_buffers(sums)
     names = [tuple(each) for each in sums]
     if len(set(names)) > 1:
         return _describe_names(names)
-    different = describe_difference([torch.tensor([*each.values()], device="cpu") for each in sums], names[0])
+    different = describe_difference([each.values() for each in sums], names[0])
     return ", and ".join(filter(None, [_describe_settings(settings), different])) or None
 
 

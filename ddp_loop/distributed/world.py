@@ -82,7 +82,7 @@ class World:
     """
 
     def __init__(
-        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str = "auto"
+        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str
     ) -> None:
         self.rank = place.rank
         self.size = place.size
