@@ -128,7 +128,7 @@ def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
         if shared is not None and place.rank == 0:
             problem = ending.enter_context(shared_file(shared))
         words = ranks.gather("facts", {**asdict(facts), "folder": problem}, options.timeout_s)
-        problem = next(iter([word.pop("folder") for word in words.values()]), "")
+        problem = next(iter(words.values()))["folder"]
         every = {rank: _read(Facts, word) for rank, word in words.items()}
         found = Findings(place.size, every, problem=problem, timeout_s=options.timeout_s)
         return _connected(ranks, place, found, shared, token)
