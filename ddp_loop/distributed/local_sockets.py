@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import ClassVar, NamedTuple
 
 _GREETING = struct.Struct("<8s16sI")  # magic, token, rank
@@ -95,7 +96,7 @@ class Listener:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"ranks {sorted(missing)} did not connect")
-                if self._socket in _readable([self._socket, *pending], min(left, _LOOK_S)):
+                if self._socket in wait([self._socket, *pending], min(left, _LOOK_S)):
                     one = self._socket.accept()[0]
                     one.setblocking(False)  # an accepted one blocks, or has the process's default timeout
                     pending.append(one)
@@ -166,8 +167,7 @@ def await_accepted(one: socket.socket, deadline: float) -> None:
     Raises:
         OSError: it has not, in time.
     """
-    ready = _readable([one], max(deadline - time.monotonic(), 0.0))
-    if not ready or one.recv(len(_ACCEPTED)) != _ACCEPTED:
+    if not wait([one], max(deadline - time.monotonic(), 0.0)) or one.recv(len(_ACCEPTED)) != _ACCEPTED:
         raise ConnectionRefusedError("the connection was refused")
 
 
@@ -175,15 +175,6 @@ def _new_socket() -> socket.socket:
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.setblocking(False)
     return one
-
-
-def _readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
-    """Which of these have something to read, or have ended; waits for the first one."""
-    poll = select.poll()  # select takes no descriptor above 1023
-    for one in sockets:
-        poll.register(one, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll(1e3 * timeout_s)}
-    return [one for one in sockets if one.fileno() in ready]
 
 
 def _address(name: str) -> str:
