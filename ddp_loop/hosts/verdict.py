@@ -108,8 +108,7 @@ def problems(found: Findings, bounds: Bounds) -> list[str]:
         *(f"Rank {one.rank} on {found.host(one.rank)}: {one.problem}" for one in found.facts.values() if one.problem),
         *_unequal(found),
         *_unreachable(found),
-        *_slow(found, bounds),
-        *_clocks(found),
+        *_bad_links(found, bounds),
         *_folder(found),
     ]
 
@@ -164,7 +163,7 @@ def _unreachable(found: Findings) -> Iterator[str]:
         )
 
 
-def _slow(found: Findings, bounds: Bounds) -> Iterator[str]:
+def _bad_links(found: Findings, bounds: Bounds) -> Iterator[str]:
     slowest = {pair: min(link.bits_per_s, link.bits_per_s_back) / 1e9 for pair, link in found.links.items()}
     usual = median(slowest.values()) if slowest else 0.0
     for (rank, other), link in sorted(found.links.items()):
@@ -186,10 +185,6 @@ def _slow(found: Findings, bounds: Bounds) -> Iterator[str]:
                 f"{between} has a round trip of {trip_ms:.3g} ms, more than {bounds.round_trip_ms:g}. Take hosts that "
                 "are closer to each other, or pass a higher --max-round-trip-ms."
             )
-
-
-def _clocks(found: Findings) -> Iterator[str]:
-    for (rank, other), link in sorted(found.links.items()):
         if abs(link.clock_s) > _CLOCK_S + link.round_trip_s / 2:
             words = "ahead of" if link.clock_s > 0 else "behind"
             yield (
