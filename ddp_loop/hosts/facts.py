@@ -150,9 +150,9 @@ def _spread(length: int, most: int) -> list[int]:
 
 def free_bytes(folder: Path) -> float | None:
     """The free bytes where a folder is, or will be; None if unknown."""
-    there = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.exists()), None)
     with suppress(OSError):
-        return None if there is None else float(shutil.disk_usage(there).free)
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        return float(shutil.disk_usage(there).free)
     return None
 
 

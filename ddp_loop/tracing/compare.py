@@ -172,9 +172,8 @@ def compare_values(
 
 def is_close(one: float, other: float, tolerance: float) -> bool:
     """Whether two numbers are equal up to the relative tolerance."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return True
-    return abs(one - other) <= tolerance * max(abs(one), abs(other), _SMALL)
+    is_near = math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * _SMALL)
+    return is_near or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass
