@@ -399,7 +399,7 @@ class Checkpointer:
         which = f"the checkpoint of step {snapshot.position['iteration']}"
         deadline = time.monotonic() + self._world.timeout_s
         is_left = False
-        rows = [sums]
+        rows = [sums.tolist()]
         for rank in range(1, self._world.size):
             while (word := self._world.store.take(f"{key}/{rank}")) is None:
                 if self._world.is_left and not is_left:
@@ -420,7 +420,7 @@ class Checkpointer:
                     f"At {which}, the state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass "
                     "a state= with the same tensors on all ranks."
                 )
-            rows.append(torch.tensor(values, dtype=sums.dtype, device="cpu"))
+            rows.append(values)
             unlike = [name for name, value in of_values.items() if their_values.get(name) != value]
             if unlike and not self._has_said_unlike:
                 self._has_said_unlike = True

@@ -401,7 +401,7 @@ class Task:
     environment: dict[str, str]
     folder: str
     path: list[str]
-    has_cell: bool = False
+    has_cell: bool
 
 
 @dataclass(frozen=True)

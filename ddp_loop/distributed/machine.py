@@ -142,13 +142,13 @@ def meet_in_memory(
     if listener is not None:
         said |= {"name": listener.name, "token": listener.token}
     peers: LocalPeers | None = None
-    every: list[dict[str, str]] = []
     try:
-        every = [json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)]
+        every: list[dict[str, str]] = [
+            json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)
+        ]
         _refuse([one["why"] for one in every])
         machines = _machines([one["machine"] for one in every])
         ranks = next(one for one in machines if place.rank in one)
-        arenas: list[Segment] = []
         try:
             if listener is None:
                 raise NoSharedMemory(why)  # as every rank does

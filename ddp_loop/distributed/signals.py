@@ -151,7 +151,7 @@ class WorkerSignals:
     def starting(self) -> Iterator[None]:
         """Start workers inside, which SIGINT and SIGTERM do not end if a loop takes them as requests."""
         self.has_workers = True
-        self._started = self._started + 1
+        self._started += 1
         self._needed.value = self._started if _taken else _NONE
         before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # until the workers have their handlers
         try:

@@ -83,7 +83,7 @@ class World:
     """
 
     def __init__(
-        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str = "auto"
+        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str
     ) -> None:
         self.rank = place.rank
         self.size = place.size
@@ -419,13 +419,13 @@ class World:
         self.ended_by = error
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
-        if error is not None and not isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed):
+            report_to_launcher(shorten(error), self.where)
+        elif error is not None:
             self.explain(error)
             shorten_refusal(error)
             report_to_launcher(error, self.where)
             self.store.set_failure(error, self.where)
-        elif error is not None:
-            report_to_launcher(shorten(error), self.where)
         try:
             if error is None:
                 self._run_deferred()
