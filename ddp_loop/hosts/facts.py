@@ -38,7 +38,7 @@ class Facts:
         versions: of each thing whose versions must be equal, by its name.
         digests: of the code and of the data, by their names.
         free_bytes: on the disk of the run folder; None without a folder.
-        gpu_count: the number of its GPUs.
+        count_of_gpus: the number of its GPUs.
         no_peer_access: pairs of GPUs, by index.
         problem: what could not be found, in words.
     """
@@ -50,7 +50,7 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     free_bytes: float | None = None
-    gpu_count: int = 0
+    count_of_gpus: int = 0
     no_peer_access: list[tuple[int, int]] = field(default_factory=list)
     problem: str = ""
 
@@ -80,7 +80,7 @@ def facts_of(place: RankEnv, run: Path | None, data: Path | None, script: Path |
         versions=versions(),
         digests=digests,
         free_bytes=None if run is None else free_bytes(run),
-        gpu_count=len(gpus),
+        count_of_gpus=len(gpus),
         no_peer_access=[(a, b) for a, one in gpus for b, other in gpus if a != b and not reaches(one, other)],
         problem=problem,
     )

@@ -79,7 +79,7 @@ def table(found: Findings) -> list[str]:
         free = "-" if one.free_bytes is None else f"{one.free_bytes / 2**30:.1f} GiB"
         facts = one.versions | one.digests
         rows.append(
-            [str(one.rank), one.host, address, *(facts.get(name, "-") for name in names), free, str(one.gpu_count)]
+            [str(one.rank), one.host, address, *(facts.get(name, "-") for name in names), free, str(one.count_of_gpus)]
         )
     lines = _aligned(rows)
     if found.links:

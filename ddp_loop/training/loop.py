@@ -143,9 +143,12 @@ class Loop:
                 problem = error
             same = {"epochs": epochs, "steps": steps, **sums, "trace": trace, "profile": profile, "config": flat}
             same |= {"check_replicas_every": check_replicas_every, "on_nonfinite": on_nonfinite, "ordered": ordered}
-            same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
-            same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
-            same |= {"the names of state": sorted(parts)}
+            same |= {
+                "buffer_reduction": dict(buffer_reduction or {}),
+                "resume_from": str(resume_from),
+                "resume": resume,
+            }
+            same |= {"a run_dir": run_dir is not None, "save_every": save_every, "names of state": sorted(parts)}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
