@@ -143,12 +143,8 @@ class Loop:
                 problem = error
             same = {"epochs": epochs, "steps": steps, **sums, "trace": trace, "profile": profile, "config": flat}
             same |= {"check_replicas_every": check_replicas_every, "on_nonfinite": on_nonfinite, "ordered": ordered}
-            same |= {
-                "buffer_reduction": dict(buffer_reduction or {}),
-                "resume_from": str(resume_from),
-                "resume": resume,
-            }
-            same |= {"a run_dir": run_dir is not None, "save_every": save_every, "names of state": sorted(parts)}
+            same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
+            same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
@@ -185,7 +181,7 @@ class Loop:
             if problem is None:
                 self._release = self._job.release
             self.world.raise_if_any_failed(problem)
-            self.world.require_equal("Loop", dict(same))
+            self.world.require_equal("Loop", {**same, "names of state": sorted(self._job.state)})
             self._job.make_equal()
             before = streams(self.world.device)
             position = restore()
