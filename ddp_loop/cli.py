@@ -75,7 +75,7 @@ def _row(entry: CheckpointInfo, is_newest: bool, is_best: bool) -> tuple[str, ..
     state = "".join(letter if letter.isprintable() else "?" for letter in state)  # file names may have any character
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_s)) if entry.written_s else "-"
     score = "-" if entry.score is None else f"{entry.score:.6g}"
-    return entry.path.name, f"{entry.bytes / 2**20:.1f}", written, score, state
+    return entry.path.name, f"{entry.bytes / 2**20:.3g}", written, score, state
 
 
 EQUAL = 0
@@ -364,7 +364,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
     two.add_argument(
         "--by",
         metavar="NAME",
-        help="value that decides (default: a sweep's objective, or evaluated loss, or the checkpoints' score)",
+        help="value that decides (default: a sweep's objective, or eval loss, or the checkpoints' score)",
     )
     two.add_argument("--highest", action="store_true", help="the highest is the best (default for all but losses)")
     for command in (one, two):

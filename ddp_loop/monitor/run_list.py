@@ -38,7 +38,7 @@ from ddp_loop.checkpoint import (
     USAGE,
 )
 from ddp_loop.monitor.run_state import RunState, finite
-from ddp_loop.reporting import FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run, text_of
+from ddp_loop.reporting import EVALUATION, FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run, text_of
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
@@ -67,7 +67,6 @@ WATCHED = frozenset(
         USAGE,
     )
 )
-EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
 MOST_VALUES = 64
 MOST_TITLE = 100
 
@@ -213,6 +212,7 @@ class RunSummary:
             "config": parameters_of(record.parameters),
             "trial": self._trial(),
             "note": record.note or None,
+            "why": self._run.why(),
             "tables": self._tables(),
         }
 
