@@ -54,7 +54,7 @@ def in_notebook() -> bool:
 
 
 def shows_ranks() -> bool:
-    """Whether ranks that this thread starts have a cell: other threads, such as those of a sweep, start many runs."""
+    """Whether ranks that this thread starts have a cell: other threads, such as a sweep's, start many runs."""
     return in_notebook() and threading.current_thread() is threading.main_thread()
 
 

@@ -140,7 +140,7 @@ def format_error(error: BaseException) -> str:
     if type(error).__module__.startswith("ddp_loop.") and type(error).__name__.startswith("_"):
         return str(error)
     head, mark, trace = "".join(traceback.format_exception_only(error)).strip().partition(_IN_WORKER)
-    lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # those of a chain's last one
+    lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # of a chain's last one
     return cut_text(head + "\n".join(line for line in lines if not line.startswith(" ")) if mark else head)
 
 

@@ -90,7 +90,7 @@ def has_closed_one(sockets: dict[int, str]) -> bool:
 
 
 def cut(sockets: dict[int, str]) -> None:
-    """Shut down those of these sockets that are still open; their owner closes them."""
+    """Shut down the sockets that are still open; their owner closes them."""
     for _, one in _opened(sockets):
         with suppress(OSError):
             if not _listens(one):  # gloo's listener would end the process

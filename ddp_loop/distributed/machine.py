@@ -197,7 +197,7 @@ def _machines(every: list[str]) -> list[range]:
     """The ranks of each machine, in order.
 
     Raises:
-        NoSharedMemory: none has two ranks, or those of one are not neighbours.
+        NoSharedMemory: none has two ranks, or a machine's ranks are not neighbours.
     """
     starts = [rank for rank, one in enumerate(every) if rank == 0 or one != every[rank - 1]]
     machines = [range(start, end) for start, end in zip(starts, [*starts[1:], len(every)], strict=True)]

@@ -1,6 +1,6 @@
 """The exchange in memory, for ranks of one machine that compute on the CPU: a backend.
 
-Small operations take one meeting. Large tensors go in parts, one after another; those of buckets lie in shared memory
+Small operations take one meeting. Large tensors go in parts, one after another; a bucket's lie in shared memory
 anyway.
 
 [Note: In place] The row of a large bucket lies in a segment of its rank, which all ranks have mapped. Gradients are

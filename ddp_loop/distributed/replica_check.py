@@ -2,7 +2,7 @@
 
 [Note: When] A rank that does something alone mostly does it in every step. So a loop compares after its first step,
 after the tenth, then at intervals, and once more when it ends, since a short run has no hundredth step. An evaluation
-compares its model, since its result would otherwise be that of several models.
+compares its model, since several models would otherwise share a result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicaMismatch(RuntimeError):
 
 
 def kept_by(prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Leaf]]:
-    """The leaves of a value of the state that is no module, by name; an optimizer's by those of its parameters."""
+    """The leaves of a value of the state that is no module, by name; an optimizer's by its parameters' names."""
     if isinstance(value, nn.Module):
         return
     if not isinstance(value, Optimizer):
@@ -215,7 +215,7 @@ class ReplicaCheck:
         state: of the job, by name.
         world: from `join_world`; it keeps which buffers may differ, and what is never compared.
         interval: the number of steps between two comparisons; with 0 there are none.
-        rules: for single buffers, by name; those of the rule "local" may differ between ranks.
+        rules: for single buffers, by name; buffers of the rule "local" may differ between ranks.
 
     Attributes:
         due: the next iteration that it looks at; infinity where it never does.

@@ -107,7 +107,7 @@ class Signals:
         return "interrupt" if times == 2 else "exit"
 
     def pass_on(self, number: int) -> None:
-        """Pass a signal that is no request to the former wakeup descriptor, such as that of an event loop."""
+        """Pass a signal that is no request to the former wakeup descriptor, such as an event loop's."""
         if self._wakeup_before != -1:
             with suppress(OSError):
                 os.write(self._wakeup_before, bytes([number]))

@@ -93,7 +93,7 @@ class World:
         self.timeout_s = timeout_s
         self._closers: list[Callable[[], None]] = [partial(torch.set_num_threads, torch.get_num_threads())]
         self._refusal: str | None = None  # why no collective can run now
-        self.blocked_because: str | None = None  # why only those of the current step can run; set by its fold
+        self.blocked_because: str | None = None  # why only the current step's can run; set by its fold
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
         self._groups: ProcessGroups | None = None
         # A world of one has no groups and a store of its own.

@@ -326,7 +326,7 @@ class RunList:
     def _look(self) -> None:
         deadline = time.monotonic() + READ_S
         version = self.now.version + 1
-        runs: dict[str, RunSummary] = {}  # other threads see those of the last look meanwhile
+        runs: dict[str, RunSummary] = {}  # other threads see the last look's meanwhile
         lines: dict[str, tuple[int, str]] = {}
         for folder, name in self._find():
             run = self._runs.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
@@ -356,7 +356,7 @@ class RunList:
                     yield folder, _named(name)
 
     def _key_of(self, folder: str, name: str) -> str:
-        """Return a run's unique name for requests; it remains that of its folder."""
+        """Return a run's unique name for requests; its folder keeps it."""
         if folder not in self._keys:
             parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
             base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)

@@ -99,7 +99,7 @@ class RunRecord:
         folder: its absolute path.
         state: see `state_of`.
         parameters: of the trial, or else from `Loop(config=...)`; flat, by name, without the run's own folder.
-        rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
+        rows, evaluations: the loss and the metrics of the updates, and of `evaluate`, by name.
         epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
             This and the next two are read for a table alone.
         logged: the values of `Loop.log`, by name.

@@ -148,7 +148,7 @@ def _row_of(one: RunRecord, labels: Mapping[str, str], columns: Mapping[str, Map
     Args:
         one: its record.
         labels: the columns of parameters, by their names.
-        columns: those of values, by the attribute of the record that has them and by their names.
+        columns: the columns of values, by the attribute of the record that has them and by their names.
     """
     row: dict[str, Any] = {labels[name]: value for name, value in one.parameters.items()}
     for kind, names in columns.items():

@@ -322,7 +322,7 @@ class Objective:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Objective:
-        """That of a sweep's arguments."""
+        """The objective in a sweep's arguments."""
         name = facts["objective"]
         return cls(name or "loss", facts["direction"], facts["report_every"], name is None)
 

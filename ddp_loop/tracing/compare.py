@@ -2,8 +2,8 @@
 
 [Note: Units] A difference is relative to the largest value of its tensor; for rows and numbers of the state, to the
 largest value in all steps. A tensor may consist of rounding errors only, so a hundredth of the largest value of its
-companions is used if that is more. The companions of a gradient are all gradients. Those of an optimizer's state of a
-parameter are its states of the same name for the other parameters. Those of a buffer are the buffers of the same module
+companions is used if that is more. The companions of a gradient are all gradients. An optimizer's state of a
+parameter has its states of the same name for the other parameters. A buffer has the buffers of the same module
 and shape. For parameters, the median of their largest values is used. The tolerance is the rounding of a sum after a
 few steps: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types, 0 for integers. So an error of one percent in a
 float32 gradient is 100 tolerances.
@@ -134,7 +134,7 @@ class Mismatch:
 
 
 def rounding_of(trace: Trace) -> float:
-    """The tolerance of a job's results: that of its parameters' narrowest dtype."""
+    """The tolerance of a job's results: the one of its parameters' narrowest dtype."""
     names = [name for _, name in trace.common(trace.numbers[0]) if kind_of(name) == "parameter"]
     forms = [trace.head["tensors"][name.removeprefix("parameter ")][0] for name in names]
     return max((_tolerance_of(getattr(torch, form.removeprefix("torch."))) for form in forms), default=0.0)

@@ -224,7 +224,7 @@ def explain_loss(one: Trace, other: Trace, step: int, turn: str) -> str | None:
 
     Args:
         one: the trace of a run, with values.
-        other: that of another.
+        other: another one's.
         step: in which the fold differs.
         turn: the prefix of the names of a pass, such as "pass 2, ".
     """

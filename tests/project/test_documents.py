@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Container
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,8 +41,6 @@ ON_GPUS = re.compile(  # what a module asks of a device, or of its GPUs
 )
 NOUNLESS = re.compile(r"\b(?:that|those)\s+of\b", re.IGNORECASE)  # a reader has to look back for the noun
 MOST_NOUNLESS = 1.2  # in 10,000 words
-# Rooms whose inner docstrings and comments still have more:
-STILL_NOUNLESS = ("distributed", "elastic", "hosts", "monitor", "reporting", "sweeps", "tracing")
 EXTRAS = {"monitor": "monitor", "plot": "plots"}  # without which a command refuses
 ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
 
@@ -108,25 +105,14 @@ def guide_of(path: Path) -> str:
     return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def docstrings_in(tree: ast.AST, names: Container[str] | None = None) -> list[str]:
-    """The docstrings of a module; with `names`, only of such classes and functions, and of their public methods."""
-    nodes = list(ast.walk(tree))
-    if names is not None:
-        chosen = [node for node in ast.iter_child_nodes(tree) if getattr(node, "name", "") in names]
-        members = [node for one in chosen for node in ast.iter_child_nodes(one)]
-        nodes = [*chosen, *(node for node in members if not getattr(node, "name", "_").startswith("_"))]
-    documented = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
-    return [ast.get_docstring(node) or "" for node in documented]
-
-
 def remarks_of(path: Path) -> str:
-    """A module's docstrings and comments; only the public docstrings in the rooms of `STILL_NOUNLESS`."""
+    """A module's docstrings and comments."""
     tree = ast.parse(path.read_text())
-    if path.parent.name in STILL_NOUNLESS:
-        return "\n".join(docstrings_in(tree, ddp_loop.__all__))
     with path.open("rb") as file:
         comments = [one.string for one in tokenize.tokenize(file.readline) if one.type == tokenize.COMMENT]
-    return "\n".join([*docstrings_in(tree), *(one.lstrip("# ") for one in comments)])
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n".join([*docstrings, *(one.lstrip("# ") for one in comments)])
 
 
 def phrases_in(prose: str) -> list[str]:
@@ -267,12 +253,9 @@ def test_the_prose_is_plain_english() -> None:
 def test_docstrings_comments_and_guides_are_read(tmp_path: Path) -> None:
     source = '"""Module."""\nx = "text"  # one\n# two, those\n# of it\nclass Loop:\n    """Class."""\n'
     source += '    def run(self):\n        """Method."""\n    def _run(self):\n        """Inner."""\n'
-    (tmp_path / "sweeps").mkdir()
-    for folder in (tmp_path, tmp_path / "sweeps"):
-        (folder / "a.py").write_text(source)
+    (tmp_path / "a.py").write_text(source)
     assert " ".join(remarks_of(tmp_path / "a.py").split()) == "Module. Class. Method. Inner. one two, those of it"
     assert NOUNLESS.findall(remarks_of(tmp_path / "a.py")) == ["those\nof"]
-    assert remarks_of(tmp_path / "sweeps" / "a.py").split() == ["Class.", "Method."]
     (tmp_path / "a.md").write_text("One.\n```sh\nthat of\n```\nTwo.\n")
     assert guide_of(tmp_path / "a.md").split() == ["One.", "Two."]
 
