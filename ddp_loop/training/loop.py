@@ -275,21 +275,22 @@ class Loop:
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
             raise where.out_of_turn(self._begun, is_over=self._is_over)
         self._is_iterated = True
-        try:
-            while again or not self._is_over:
-                again = False
-                number = where.epochs + 1
-                if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
-                    seed_epoch(self.world.seed, number, self.world.device)
-                yield Epoch(number, self._steps_of, self.batches)
-                if self._begun or not (self._is_over or where.epochs == number):
-                    raise where.out_of_turn(self._begun, is_over=self._is_over)
-            self._job.begin_steps()  # of a finished run there are none
-            self.world.stops.agree()  # a request since the last fold
-        finally:
-            self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
-            self._is_iterated = False
-            self._leave(abandoned=True)
+        with self.world.in_loop(self._recorder.on_evaluated):
+            try:
+                while again or not self._is_over:
+                    again = False
+                    number = where.epochs + 1
+                    if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
+                        seed_epoch(self.world.seed, number, self.world.device)
+                    yield Epoch(number, self._steps_of, self.batches)
+                    if self._begun or not (self._is_over or where.epochs == number):
+                        raise where.out_of_turn(self._begun, is_over=self._is_over)
+                self._job.begin_steps()  # of a finished run there are none
+                self.world.stops.agree()  # a request since the last fold
+            finally:
+                self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
+                self._is_iterated = False
+                self._leave(abandoned=True)
         self._recorder.end()
         if self.stopped is not None:
             raise self.world.stops.ended()

@@ -1,0 +1,83 @@
+"""Several Loops of a script, one in another or one after the other: whose evaluations are recorded, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.refusals import loop_over, loss_of, mean_of, network, samples
+from tests.support.runs import lines_of
+
+
+def make(step: dl.Step, model: nn.Module) -> None:
+    for rows in step:
+        step.backward(loss_of(model, rows))
+    step.fold()
+
+
+def train_a_probe(world: dl.World, folder: str | None, leave_at: int = 0) -> None:
+    probe = network()
+    for step in loop_over(world, "", probe, run_dir=folder):
+        make(step, probe)
+        if step.iteration == leave_at:
+            break
+
+
+def evaluate(world: dl.World, model: nn.Module) -> None:
+    dl.evaluate(model, dl.Batches(samples(7), 3, world, shuffle=False), mean=mean_of)
+
+
+def recorded(folder: Path) -> list[tuple[int, int]]:
+    path = folder / "evaluations.jsonl"
+    return [(line["epoch"], line["iteration"]) for line in lines_of(path)] if path.exists() else []
+
+
+@pytest.mark.parametrize("leave_at", [0, 2])
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_after_an_inner_loop_evaluations_are_the_outer_ones_again(
+    has_folder: bool, leave_at: int, tmp_path: Path
+) -> None:
+    model = network()
+    with dl.join_world() as world:
+        evaluations = 0
+        for epoch in loop_over(world, str(tmp_path / "outer"), model, epochs=2).epochs():
+            for step in epoch:
+                make(step, model)
+                if step.iteration == 6:
+                    train_a_probe(world, None, leave_at)
+                    assert (world.stage, world.step) == ("optimizer", 6)
+                    evaluate(world, model)
+            for _ in range(2):
+                train_a_probe(world, str(tmp_path / f"inner-{evaluations}") if has_folder else None, leave_at)
+                evaluations += 1
+            evaluate(world, model)
+        train_a_probe(world, None)
+        model[0].reset_parameters()
+        evaluate(world, model)  # none is open
+    assert recorded(tmp_path / "outer") == [(1, 4), (2, 6), (2, 8)]
+    assert not any(recorded(folder) for folder in tmp_path.glob("inner-*"))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_of_loops_that_are_made_first_each_gets_its_own_evaluations(at_once: bool, tmp_path: Path) -> None:
+    models = [network(), network()]
+    with dl.join_world() as world:
+        loops = [loop_over(world, str(tmp_path / str(n)), model) for n, model in enumerate(models)]
+        evaluate(world, models[0])  # before either begins the newest one's
+        if at_once:
+            for steps in zip(*loops, strict=True):
+                for step, model in zip(steps, models, strict=True):
+                    make(step, model)
+            models[1][0].reset_parameters()
+            evaluate(world, models[1])
+        else:
+            for loop, model in zip(loops, models, strict=True):
+                for step in loop:
+                    make(step, model)
+                model[0].reset_parameters()
+                evaluate(world, model)
+    assert recorded(tmp_path / "0") == ([] if at_once else [(1, 4)])
+    assert recorded(tmp_path / "1") == [(0, 0), (1, 4)]
