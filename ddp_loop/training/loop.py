@@ -290,6 +290,8 @@ class Loop:
             finally:
                 self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
                 self._is_iterated = False
+                if self._is_over:  # after the lines that follow the last epoch
+                    self.world.step = 0
                 self._leave(abandoned=True)
         self._recorder.end()
         if self.stopped is not None:
@@ -301,12 +303,12 @@ class Loop:
         if self._begun or where.epochs + 1 != number or recorder.stopped is not None:
             raise where.out_of_turn(self._begun, is_over=self._is_over)
         self._job.begin_steps()
+        self.world.step = where.iteration
         if where.is_done:
             return
         if where.iteration == where.resumed_at:
             self._recorder.say_schedule_is_missing(self._job.state)
         self._begun = f"inside epoch {where.epochs + 1}"
-        self.world.step = where.iteration
         self._job.checks.state.begin(where.iteration)
         self._job.use_shares()
         self.world.stops.install_handlers(recorder)
@@ -386,7 +388,6 @@ class Loop:
             where.end_epoch()
         if self._is_over:
             checks.state.finish(where.iteration)
-            self.world.step = 0
         self._begun = None
         self.world.stage = ""
 

@@ -1,10 +1,12 @@
-"""Several Loops of a script, one in another or one after the other: whose evaluations are recorded, and where."""
+"""Several Loops of a script, one in another or one after the other: whose evaluations are recorded, and which."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import ddp_loop as dl
@@ -81,3 +83,48 @@ def test_of_loops_that_are_made_first_each_gets_its_own_evaluations(at_once: boo
                 evaluate(world, model)
     assert recorded(tmp_path / "0") == ([] if at_once else [(1, 4)])
     assert recorded(tmp_path / "1") == [(0, 0), (1, 4)]
+
+
+# -- evaluations of a random model, in a run that resumes ----------------------------------------------------
+
+
+class Noise(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + torch.randn_like(rows)
+
+
+def noisy_means(folder: Path, *, has_probe: bool = False, leave_after: int = 0, **extent: Any) -> list[Any]:
+    """The evaluations in a run's folder, two after each epoch, the second one after an inner loop if there is one."""
+    with dl.join_world(seed=3) as world:
+        model = network()
+        noisy = nn.Sequential(model, Noise())
+        for epoch in loop_over(world, str(folder), model, **extent).epochs():
+            for step in epoch:
+                make(step, model)
+            evaluate(world, noisy)
+            if has_probe:
+                train_a_probe(world, None)
+                assert (world.stage, world.step) == ("", 4 * epoch.number)
+            evaluate(world, noisy)
+            if epoch.number == leave_after:
+                break
+        assert world.step == (4 if leave_after else 0)
+    return [(line["iteration"], line["mean"]) for line in lines_of(folder / "evaluations.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"epochs": 1}, {"epochs": 2}),
+        ({"epochs": 2, "leave_after": 1}, {"epochs": 2}),
+        ({"epochs": None, "steps": 6}, {"epochs": None, "steps": 6}),
+        ({"epochs": 2, "has_probe": True, "leave_after": 1}, {"epochs": 2, "has_probe": True}),
+    ],
+    ids=["one more epoch", "left between epochs", "finished by steps", "with an inner loop"],
+)
+def test_a_resumed_run_repeats_random_evaluations(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+    whole = noisy_means(tmp_path / "whole", **then)
+    assert [at for at, _ in whole] == [4, 4, then.get("steps", 8), then.get("steps", 8)]
+    assert len({mean for _, mean in whole}) == 4
+    noisy_means(tmp_path / "parts", **first)
+    assert noisy_means(tmp_path / "parts", **then) == whole
