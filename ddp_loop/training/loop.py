@@ -269,7 +269,7 @@ class Loop:
             Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
         """
         where = self._where
-        again = where.is_done and where.at > 0  # it resumes after the last of `steps`
+        again = where.at > 0 and where.iteration == where.length  # it resumes after the last step, not beyond it
         if self.stopped is not None:
             raise self.world.stops.ended()
         if self._begun or (where.is_done and self.iteration != where.resumed_at):

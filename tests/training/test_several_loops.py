@@ -128,3 +128,27 @@ def test_a_resumed_run_repeats_random_evaluations(first: dict[str, Any], then: d
     assert len({mean for _, mean in whole}) == 4
     noisy_means(tmp_path / "parts", **first)
     assert noisy_means(tmp_path / "parts", **then) == whole
+
+
+# -- two phases in one folder --------------------------------------------------------------------------------
+
+
+def after_epochs_of_phases(folder: Path, leave_at: int = 0) -> list[tuple[int, int]]:
+    """After which epochs of a first loop of one epoch, and a second one of three, the script's lines ran."""
+    lines: list[tuple[int, int]] = []
+    with dl.join_world() as world:
+        model = network()
+        for phase, epochs in ((1, 1), (2, 3)):
+            for epoch in loop_over(world, str(folder), model, epochs=epochs).epochs():
+                for step in epoch:
+                    make(step, model)
+                    if step.iteration == leave_at:
+                        return lines
+                lines.append((phase, epoch.number))
+    return lines
+
+
+def test_the_first_of_two_loops_does_not_repeat_the_lines_after_an_epoch_of_the_second(tmp_path: Path) -> None:
+    assert after_epochs_of_phases(tmp_path, leave_at=10) == [(1, 1), (2, 1), (2, 2)]
+    assert after_epochs_of_phases(tmp_path) == [(2, 2), (2, 3)]
+    assert after_epochs_of_phases(tmp_path) == [(2, 3)]
