@@ -316,11 +316,13 @@ class Loop:
             recorder.tracer.start(where.iteration)
         try:
             with self._ahead.epoch(where.epochs + 1, where.at):
-                while (loaded := self._ahead.take()) is not None:
+                self.world.step = where.iteration + 1
+                with self.world.in_stage("data"):
+                    loaded = self._ahead.take()
+                while loaded is not None:
                     where.iteration += 1
                     where.at = loaded.mini_batch.position + 1
                     where.is_folded = False
-                    self.world.step = where.iteration
                     step = self._step(self._job, loaded, where.iteration)
                     try:
                         yield step
@@ -330,6 +332,7 @@ class Loop:
                     self._end_step(step, loaded.mini_batch)
                     if recorder.stopped is not None or where.iteration == where.most_steps:
                         break
+                    loaded = self._ahead.take()
             self._end_epoch(loaded)
         finally:
             if self._begun:
@@ -373,6 +376,7 @@ class Loop:
                 step.meet()
             self._job.use_shares()
         self.world.stage = "data"
+        self.world.step = where.iteration + 1
 
     def _end_epoch(self, loaded: LoadedBatch | None) -> None:
         """Check what a GPU has yet to give, and after the last step the state. Every rank must call this.
@@ -382,6 +386,7 @@ class Loop:
         """
         where = self._where
         checks = self._job.checks
+        self.world.step = where.iteration
         checks.guard.check_pending()
         checks.replicas.check_pending()
         if self.stopped is None and (loaded is None or where.is_last_of_epoch(loaded.mini_batch)):

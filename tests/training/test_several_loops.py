@@ -57,7 +57,7 @@ def test_after_an_inner_loop_evaluations_are_the_outer_ones_again(
                 evaluations += 1
             evaluate(world, model)
         train_a_probe(world, None)
-        model[0].reset_parameters()
+        nn.init.ones_(next(model.parameters()))
         evaluate(world, model)  # none is open
     assert recorded(tmp_path / "outer") == [(1, 4), (2, 6), (2, 8)]
     assert not any(recorded(folder) for folder in tmp_path.glob("inner-*"))
@@ -73,13 +73,13 @@ def test_of_loops_that_are_made_first_each_gets_its_own_evaluations(at_once: boo
             for steps in zip(*loops, strict=True):
                 for step, model in zip(steps, models, strict=True):
                     make(step, model)
-            models[1][0].reset_parameters()
+            nn.init.ones_(next(models[1].parameters()))
             evaluate(world, models[1])
         else:
             for loop, model in zip(loops, models, strict=True):
                 for step in loop:
                     make(step, model)
-                model[0].reset_parameters()
+                nn.init.ones_(next(model.parameters()))
                 evaluate(world, model)
     assert recorded(tmp_path / "0") == ([] if at_once else [(1, 4)])
     assert recorded(tmp_path / "1") == [(0, 0), (1, 4)]
