@@ -105,7 +105,8 @@ class World:
         self.exchange = ""
         self.why_gloo = ""
         self.ended_by: BaseException | None = None
-        self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
+        self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # of the loop in which this rank is
+        self._loops: list[object] = []  # that are being iterated, the innermost last
         self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
@@ -326,6 +327,28 @@ class World:
         before = self._evaluations.get(place, 0)
         self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
         return stream_key(self.seed, EVALUATION, *place, before)
+
+    def offer_to_evaluations(self, on_evaluated: Callable[[dict[str, float]], None]) -> None:
+        """Give evaluations to a new loop, unless another one is being iterated."""
+        if not self._loops:
+            self.on_evaluated = on_evaluated
+
+    @contextmanager
+    def in_loop(self, on_evaluated: Callable[[dict[str, float]], None]) -> Iterator[None]:
+        """Give evaluations to the loop that is iterated in the block, and afterwards to the loop around it.
+
+        Stage and step are that one's again, too. Without one, later evaluations are still this loop's.
+        """
+        around = self._loops[-1:]
+        before = self.on_evaluated, self.stage, self.step
+        self._loops.append(on_evaluated)
+        self.on_evaluated = on_evaluated
+        try:
+            yield
+        finally:
+            self._loops.remove(on_evaluated)
+            if around and around[0] in self._loops:  # else it was left before
+                self.on_evaluated, self.stage, self.step = before
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 

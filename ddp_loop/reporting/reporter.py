@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -281,17 +281,23 @@ class Reporter:
         self._draws = progress
         return secrets.token_hex(4)
 
-    def open(self, key: str | None) -> None:
-        """Start to report on this rank, with the key that `begin` returned on rank 0."""
+    def open(self, key: str | None) -> Callable[[Mapping[str, float]], None]:
+        """Start to report on this rank, with the key that `begin` returned on rank 0.
+
+        Returns:
+            What records an evaluation of this loop.
+        """
         world = self._world
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
-        world.on_evaluated = partial(_record_evaluation, self.logged, self._where, self._console)
+        record = partial(_record_evaluation, self.logged, self._where, self._console)
+        world.offer_to_evaluations(record)
         if self._checkpointer is not None:
             folder = self._checkpointer.folder
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
             self._usage = UsageLog(folder, world.rank, world.device, lambda: where.iteration, began, world.print)
+        return record
 
     # -- a step --------------------------------------------------------------------------------------------
 

@@ -269,27 +269,30 @@ class Loop:
             Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
         """
         where = self._where
-        again = where.is_done and where.at > 0  # it resumes after the last of `steps`
+        again = where.at > 0 and where.iteration == where.length  # it resumes after the last step, not beyond it
         if self.stopped is not None:
             raise self.world.stops.ended()
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
             raise where.out_of_turn(self._begun, is_over=self._is_over)
         self._is_iterated = True
-        try:
-            while again or not self._is_over:
-                again = False
-                number = where.epochs + 1
-                if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
-                    seed_epoch(self.world.seed, number, self.world.device)
-                yield Epoch(number, self._steps_of, self.batches)
-                if self._begun or not (self._is_over or where.epochs == number):
-                    raise where.out_of_turn(self._begun, is_over=self._is_over)
-            self._job.begin_steps()  # of a finished run there are none
-            self.world.stops.agree()  # a request since the last fold
-        finally:
-            self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
-            self._is_iterated = False
-            self._leave(abandoned=True)
+        with self.world.in_loop(self._recorder.on_evaluated):
+            try:
+                while again or not self._is_over:
+                    again = False
+                    number = where.epochs + 1
+                    if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
+                        seed_epoch(self.world.seed, number, self.world.device)
+                    yield Epoch(number, self._steps_of, self.batches)
+                    if self._begun or not (self._is_over or where.epochs == number):
+                        raise where.out_of_turn(self._begun, is_over=self._is_over)
+                self._job.begin_steps()  # of a finished run there are none
+                self.world.stops.agree()  # a request since the last fold
+            finally:
+                self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
+                self._is_iterated = False
+                if self._is_over:  # after the lines that follow the last epoch
+                    self.world.step = 0
+                self._leave(abandoned=True)
         self._recorder.end()
         if self.stopped is not None:
             raise self.world.stops.ended()
@@ -300,12 +303,12 @@ class Loop:
         if self._begun or where.epochs + 1 != number or recorder.stopped is not None:
             raise where.out_of_turn(self._begun, is_over=self._is_over)
         self._job.begin_steps()
+        self.world.step = where.iteration
         if where.is_done:
             return
         if where.iteration == where.resumed_at:
             self._recorder.say_schedule_is_missing(self._job.state)
         self._begun = f"inside epoch {where.epochs + 1}"
-        self.world.step = where.iteration
         self._job.checks.state.begin(where.iteration)
         self._job.use_shares()
         self.world.stops.install_handlers(recorder)
@@ -313,11 +316,13 @@ class Loop:
             recorder.tracer.start(where.iteration)
         try:
             with self._ahead.epoch(where.epochs + 1, where.at):
-                while (loaded := self._ahead.take()) is not None:
+                self.world.step = where.iteration + 1
+                with self.world.in_stage("data"):
+                    loaded = self._ahead.take()
+                while loaded is not None:
                     where.iteration += 1
                     where.at = loaded.mini_batch.position + 1
                     where.is_folded = False
-                    self.world.step = where.iteration
                     step = self._step(self._job, loaded, where.iteration)
                     try:
                         yield step
@@ -327,6 +332,7 @@ class Loop:
                     self._end_step(step, loaded.mini_batch)
                     if recorder.stopped is not None or where.iteration == where.most_steps:
                         break
+                    loaded = self._ahead.take()
             self._end_epoch(loaded)
         finally:
             if self._begun:
@@ -370,6 +376,7 @@ class Loop:
                 step.meet()
             self._job.use_shares()
         self.world.stage = "data"
+        self.world.step = where.iteration + 1
 
     def _end_epoch(self, loaded: LoadedBatch | None) -> None:
         """Check the values that a GPU has yet to give, and after the last step the state. Every rank must call this.
@@ -379,13 +386,13 @@ class Loop:
         """
         where = self._where
         checks = self._job.checks
+        self.world.step = where.iteration
         checks.guard.check_pending()
         checks.replicas.check_pending()
         if self.stopped is None and (loaded is None or where.is_last_of_epoch(loaded.mini_batch)):
             where.end_epoch()
         if self._is_over:
             checks.state.finish(where.iteration)
-            self.world.step = 0
         self._begun = None
         self.world.stage = ""
 

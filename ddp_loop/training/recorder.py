@@ -150,6 +150,7 @@ class RunRecorder:
         stopped: why the loop stopped on request.
         holds: whether the script may do something between two epochs, which a stop can cut off.
         has_rows: whether rows are made.
+        on_evaluated: records an evaluation of this loop.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class RunRecorder:
         self.stopped: str | None = None
         self.holds = True
         self.has_rows = False
+        self.on_evaluated: Callable[[Mapping[str, float]], None] = lambda result: None
         self._saved = -1  # the iteration of the last checkpoint
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
         self._ending: Callable[[], None] = _nothing  # called when the world is left
@@ -273,7 +275,7 @@ class RunRecorder:
             return self._report.begin(opened, config or {}, progress=progress)
 
         key = self._world.on_rank_zero(begin)
-        self._report.open(key)
+        self.on_evaluated = self._report.open(key)
         self.has_rows = key is not None
 
     # -- a step --------------------------------------------------------------------------------------------

@@ -1811,6 +1811,12 @@ class Job:
         """Hand on earlier rows, take the next mini-batch, and start the streams for the lines after the fold."""
         if self.recorder.has_rows:
             self.recorder.flush_ready()
-        if self.where.iteration != self.where.most_steps:
+        iteration = self.where.iteration
+        world = self.world
+        if iteration != self.where.most_steps:
+            world.stage = "data"
+            world.step = iteration + 1
             self.ahead.read()
-        seed_step(self.world.seed, self.where.iteration, self.world.device)
+            world.stage = "fold"
+            world.step = iteration
+        seed_step(world.seed, iteration, world.device)

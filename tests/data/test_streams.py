@@ -260,8 +260,30 @@ def read_torn_on_rank_1(world: dl.World, folder: str) -> None:
 
 @pytest.mark.covers("D10")
 def test_a_stream_that_raises_ends_all_ranks_in_the_step_that_needs_the_sample(refused: Refused) -> None:
-    refused(2, read_torn_on_rank_1, kind="OSError", said="the file is torn", by=1)
+    told = refused(2, read_torn_on_rank_1, kind="OSError", said="the file is torn", by=1)[0].text
+    assert "rank 1 failed in data of step 3" in told, told
     made: list[int] = []
     with pytest.raises(OSError, match="the file is torn"), dl.join_world() as world:
         train_on(world, Torn(23), made)
     assert made == [1, 2]  # sample 14 is in the third
+
+
+def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step() -> None:
+    places: list[tuple[int, str]] = []
+
+    class Told(Rows):
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for number, row in enumerate(super().__iter__()):
+                places.append((number, str(world.where)))
+                yield row
+
+    with dl.join_world() as world:
+        batches = dl.Batches(Told(18), 6, world)
+        places.clear()  # it has looked at the first sample
+        for step in dl.Loop(batches, 2, state={"model": (model := network())}, progress=False):
+            for inputs, sums in step:
+                step.backward(mse_loss(model(inputs), sums))
+            step.fold()
+            assert str(world.where) == f" in optimizer of step {step.iteration}"
+    firsts = [place for number, place in places if number % 6 == 0]
+    assert firsts == [f" in data of step {step}" for step in (1, 1, 2, 4, 4, 5)]  # the stream is one mini-batch ahead
