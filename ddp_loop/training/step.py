@@ -143,6 +143,7 @@ _VALUES = methodcaller("values")  # those of a scripted module are no dicts
 _PARAMS = itemgetter("params")
 _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _NUMBER = attrgetter("number")
 _SHARD_NUMBER = attrgetter("shard.number")
 
@@ -1148,7 +1149,7 @@ class Fold:
         return (
             self.current.request is not NO_REQUEST
             or self._rows is None
-            or bool(self.gradients.unplanned.awaited)
+            or any(map(_REQUIRES_GRAD, self.gradients.unplanned.waiting))
             or (differing or self._statistics.problem or self.gradients.changed_since_opened()) is not None
             or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(local_layout))
             or not self._buffers.changed() <= self._rows.layout.buffers
