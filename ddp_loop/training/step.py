@@ -116,6 +116,7 @@ from ddp_loop.training.validation import (
     bad_loss,
     check_mean,
     check_synced,
+    check_tables,
     check_trainable,
     check_weight,
     enabled_scalers,
@@ -774,7 +775,8 @@ class Fold:
             are rounded to the parameters' dtype. None for the parameters' dtype.
 
     Raises:
-        ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
+        ValueError: a model that torch shares between ranks, a hook on a parameter, a table that divides by counts in a
+            shard, or a rule for an unknown buffer.
 
     Attributes:
         current: the pass that is open, or the last one.
@@ -804,6 +806,8 @@ class Fold:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
         self.modules = each_module(modules)  # whose modes must be the same in all shards
+        if shards > 1:
+            check_tables(self.modules)
         custom = custom_norms(self.modules.values())
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in custom if shards == 1)]
         order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
