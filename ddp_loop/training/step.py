@@ -736,6 +736,7 @@ class FoldPass:
         loss_scale: of a GradScaler.
         raw: the collectives of the script as the first shard began.
         request: of this rank, where its flag was sent.
+        gathered: the statistics before calls after a gather, where a bad step is skipped.
     """
 
     opened_by: object = None
@@ -747,6 +748,7 @@ class FoldPass:
     loss_scale: torch.Tensor | None = None
     raw: int = 0
     request: ControlRequest | None = None
+    gathered: RunningStatsSnapshot | None = None
 
 
 class Fold:
@@ -850,6 +852,7 @@ class Fold:
         """Remove all hooks."""
         self.gradients.release()
         self._statistics.release()
+        self._use_whole(False)
         self._events = _NoEvents()  # the loop's job, which holds this fold: both would wait for the garbage collector
 
     # -- a pass over the shards ----------------------------------------------------------------------------
@@ -981,6 +984,7 @@ class Fold:
             loss: shape (), the same on every rank.
             gather: of this pass.
         """
+        self._statistics.accept()
         leaves = [rows for rows in gather.whole or () if rows.requires_grad]
         gradients: list[torch.Tensor | None] = []
         # The loss's own parameters count on one rank alone. That of the first row has a shard; rank 0 may have none.
@@ -988,7 +992,9 @@ class Fold:
             self._backward_held(loss, more=True, last=False)
             gradients = [leaf.grad for leaf in leaves]
         elif leaves:
-            gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+            with self._in_backward():
+                gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        self._use_whole(False)
         for held in gather.held:
             ends = [output for output in held.outputs if output.requires_grad]
             pairs = zip(ends, gradients, strict=True)
@@ -999,21 +1005,28 @@ class Fold:
                 self._backward_held(reduce(torch.add, parts), last=held is gather.held[-1], is_empty=is_empty)
             elif not is_empty:
                 self.gradients.finish_shard()
+        self._use_whole(True)
         gather.held = []
         gather.whole = None
 
     def _backward_held(self, loss: torch.Tensor, *, last: bool, more: bool = False, is_empty: bool = False) -> None:
         """Backpropagate into a shard's held outputs; of an empty one as in `backward_empty`."""
-        self._statistics.recording()
-        self._statistics.discard()
         if last and self.control.owes_flag:
             self.control.flag()
+        with self._in_backward():
+            if is_empty:
+                self.gradients.backward_empty(loss, more=more)
+            else:
+                self.gradients.backward(loss, 1.0, last=last, more=more)
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Keep buffers and running statistics as they are while a backward inside runs forwards again."""
+        self._statistics.recording()
+        self._statistics.discard()
         try:
             with self._buffers.untouched():
-                if is_empty:
-                    self.gradients.backward_empty(loss, more=more)
-                else:
-                    self.gradients.backward(loss, 1.0, last=last, more=more)
+                yield
         finally:
             self._statistics.stop()
 
@@ -1033,7 +1046,10 @@ class Fold:
 
     @contextmanager
     def between_shards(self) -> Iterator[None]:
-        """Allow collectives after the last shard's forward; all ranks run them. Every rank must call this."""
+        """Allow collectives after the last shard's forward, for a gather. Every rank must call this.
+
+        From then on each rank has the whole mini-batch.
+        """
         for channel in self.sync_channels:
             channel.send_control()
         self._world.blocked_because = None
@@ -1042,6 +1058,16 @@ class Fold:
             yield
         finally:
             self._world.blocked_because = _OPEN
+        self._use_whole(True)
+        self._statistics.close([record.captures for record in self.current.records])
+        if self._guard is not None and self._guard.skips:
+            self.current.gathered = RunningStatsSnapshot(layer.norm.module for layer in self._statistics.layers)
+            self.current.gathered.record()
+
+    def _use_whole(self, is_gathered: bool) -> None:
+        """Say whether synced layers that are called now have the whole mini-batch."""
+        for channel in self.sync_channels:
+            channel.is_gathered = is_gathered
 
     # -- the fold ------------------------------------------------------------------------------------------
 
@@ -1049,6 +1075,7 @@ class Fold:
         """Allow collectives again; raises where synced layers ran in different orders. Every rank must call this."""
         self.current.opened_by = None
         self._world.blocked_because = None
+        self._use_whole(False)
         for channel in self.sync_channels:
             channel.send_control()
 
@@ -1112,12 +1139,7 @@ class Fold:
         records = self.current.records
         layers = len(self._statistics.layers)
         find_layout = partial(layout_of, records, layers, gradients.trainable, gradients.unplanned.names)
-        problem = problem or request.problem or self._statistics.problem
-        if problem is None and (name := gradients.changed_since_opened()) is not None:
-            problem = RuntimeError(
-                f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
-                "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
-            )
+        problem = problem or request.problem or self._statistics.problem or self._written_meanwhile()
         if self._rows is None:
             local_layout, differing = find_layout()
             self._world.raise_if_any_failed(problem or differing)
@@ -1139,6 +1161,20 @@ class Fold:
             extras, mini_batch, has_gradient, request, has_problem=problem is not None, is_new=is_new, modes=modes
         )
         return rows, table, local_layout, problem
+
+    def _written_meanwhile(self) -> RuntimeError | None:
+        """The error of a write between the shards and the fold."""
+        if (name := self.gradients.changed_since_opened()) is not None:
+            return RuntimeError(
+                f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
+                "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
+            )
+        if (name := self._buffers.changed_twice()) is not None:
+            return RuntimeError(
+                "A buffer must change in the shards, or between step.gather() and step.fold(), not in both. "
+                f"{name} changed in both. Change it after step.fold(), or use another module after the gather."
+            )
+        return None
 
     def _send_flag(self, problem: Exception | None) -> None:
         """Tell all ranks whether they must read this pass's word in its fold. See [Note: Late words]."""
@@ -1206,6 +1242,9 @@ class Fold:
             is_bad = guard.check(judged, gradients)
         if is_bad is not False:
             self._snapshot.restore(is_bad)
+            if self.current.gathered is not None:
+                self.current.gathered.restore(is_bad)
+                self._buffers.undo(is_bad, layout.buffers)
             self.current.had_gradients = False
         rows.apply(table, sizes, self.current.records, is_bad)
         if replans:  # as each new layout does; now, since by the next pass one rank may have unfrozen something
