@@ -413,13 +413,14 @@ class BatchNormStatistics:
     def open(self) -> None:
         """Begin a pass over shards. The buffers that the layers have now are their own."""
         self.problem: RuntimeError | None = None
-        self.close([])
+        for layer in self.layers:
+            layer.is_closed = False
         for layer in self.layers:
             buffers = layer.norm.module._buffers
             if buffers[layer.norm.mean] is not layer.running[0] or buffers[layer.norm.variance] is not layer.running[1]:
                 self._look_at_buffers()
                 break
-        self.accept()
+        self._opened: Any = torch.cat(self._watched) if self._watched else self._versions()
 
     def close(self, shards: Sequence[Captures]) -> None:
         """End the shards: their outputs are gathered. What they called must not be called again in this pass."""
@@ -428,7 +429,7 @@ class BatchNormStatistics:
 
     def accept(self) -> None:
         """Keep what the layers' statistics are now: calls after a gather had the whole mini-batch."""
-        self._opened: Any = torch.cat(self._watched) if self._watched else self._versions()
+        self._opened = torch.cat(self._watched) if self._watched else self._versions()
 
     def _look_at_buffers(self) -> None:
         """Note the layers' buffers, which of them to look at, and the form of spare ones."""

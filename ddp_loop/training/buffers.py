@@ -308,6 +308,7 @@ class Buffers:
     def untouched(self) -> Iterator[None]:
         """Restore what is changed inside, and only that."""
         before: list[tuple[list[tuple[Buffer, torch.Tensor]], list[torch.Tensor]]] = []
+        unwritten = [one for one, (copied, version) in self._lent.items() if version_of(copied) == version]
         for group in self._groups(self._all):
             if kept := [(buffer, tensor) for buffer in group if (tensor := buffer.now) is not None]:
                 before.append((kept, copies_of([tensor for _, tensor in kept])))
@@ -324,6 +325,7 @@ class Buffers:
                         wanted.append(value)
                 if written:
                     torch._foreach_copy_(written, wanted)
+            self._lent.update((one, (self._lent[one][0], version_of(self._lent[one][0]))) for one in unwritten)
 
     def width(self, names: frozenset[str], column: torch.dtype) -> int:
         """The columns, of dtype `column`, of a row with the buffers `names`."""

@@ -576,6 +576,7 @@ class Step:
         if job.gathering.is_used:
             fold.end_pass()
             self._gather.send_no_gather()
+            problem = problem or fold.changed_twice()
         result = fold.close(mini_batch, self.iteration, problem)
         self.is_broken = False
         if recorder.tracer is not None:
@@ -1075,9 +1076,18 @@ class Fold:
         """Allow collectives again; raises where synced layers ran in different orders. Every rank must call this."""
         self.current.opened_by = None
         self._world.blocked_because = None
-        self._use_whole(False)
         for channel in self.sync_channels:
+            channel.is_gathered = False
             channel.send_control()
+
+    def changed_twice(self) -> RuntimeError | None:
+        """The error of a buffer that changed in the shards, and again after a gather."""
+        if (name := self._buffers.changed_twice()) is None:
+            return None
+        return RuntimeError(
+            "A buffer must change in the shards, or between step.gather() and step.fold(), not in both. "
+            f"{name} changed in both. Change it after step.fold(), or use another module after the gather."
+        )
 
     def close(self, mini_batch: MiniBatch, iteration: int, problem: Exception | None = None) -> StepResult:
         """Make `.grad`, statistics and buffers the whole mini-batch's. Every rank must call this.
@@ -1139,7 +1149,12 @@ class Fold:
         records = self.current.records
         layers = len(self._statistics.layers)
         find_layout = partial(layout_of, records, layers, gradients.trainable, gradients.unplanned.names)
-        problem = problem or request.problem or self._statistics.problem or self._written_meanwhile()
+        problem = problem or request.problem or self._statistics.problem
+        if problem is None and (name := gradients.changed_since_opened()) is not None:
+            problem = RuntimeError(
+                f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
+                "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
+            )
         if self._rows is None:
             local_layout, differing = find_layout()
             self._world.raise_if_any_failed(problem or differing)
@@ -1161,20 +1176,6 @@ class Fold:
             extras, mini_batch, has_gradient, request, has_problem=problem is not None, is_new=is_new, modes=modes
         )
         return rows, table, local_layout, problem
-
-    def _written_meanwhile(self) -> RuntimeError | None:
-        """The error of a write between the shards and the fold."""
-        if (name := self.gradients.changed_since_opened()) is not None:
-            return RuntimeError(
-                f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
-                "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
-            )
-        if (name := self._buffers.changed_twice()) is not None:
-            return RuntimeError(
-                "A buffer must change in the shards, or between step.gather() and step.fold(), not in both. "
-                f"{name} changed in both. Change it after step.fold(), or use another module after the gather."
-            )
-        return None
 
     def _send_flag(self, problem: Exception | None) -> None:
         """Tell all ranks whether they must read this pass's word in its fold. See [Note: Late words]."""
