@@ -25,6 +25,8 @@ BAD = 2  # mini-batch, counted from 1, that is not finite where it is to be skip
 class Counted(nn.Module):
     """An encoder that counts its calls, one in each shard."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.encoder = encoder()
@@ -38,12 +40,14 @@ class Counted(nn.Module):
 class Centred(nn.Module):
     """Subtracts a moving average, into which its rows go afterwards."""
 
+    center: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        result = rows - self.center
+        result: torch.Tensor = rows - self.center
         with torch.no_grad():
             self.center = 0.9 * self.center + 0.1 * rows.mean(0)
         return result
@@ -51,6 +55,9 @@ class Centred(nn.Module):
 
 class OwnNorm(Centred):
     """Passes buffers of its own to F.batch_norm."""
+
+    mean_center: torch.Tensor
+    variance_center: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +96,7 @@ def data_of(skips: bool) -> torch.Tensor:
 
 
 def loss_of(head: nn.Module, outputs: torch.Tensor, kind: str) -> torch.Tensor:
-    found = checkpoint(head, outputs, use_reentrant=False) if "recomputed" in kind else head(outputs)
+    found: torch.Tensor = checkpoint(head, outputs, use_reentrant=False) if "recomputed" in kind else head(outputs)
     return (found + 1).square().mean()
 
 

@@ -234,7 +234,9 @@ def adversarial_losses(nets: Any, rows: torch.Tensor, trains_critic: bool) -> to
     """As in pix2pix, the network that is not trained now is frozen where its loss is computed."""
     maker, critic = nets
     critic.requires_grad_(trains_critic)
-    return -critic(maker(rows)).tanh().mean() if not trains_critic else critic(maker(rows).detach()).exp().mean()
+    made: torch.Tensor = maker(rows)
+    losses: torch.Tensor = critic(made.detach()).exp() if trains_critic else -critic(made).tanh()
+    return losses.mean()
 
 
 def train_adversaries(world: dl.World | None, shards: int | None = None) -> Tensors:
