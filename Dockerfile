@@ -15,7 +15,7 @@ RUN python3 -m pip install --no-cache-dir ".[digits,handwritten,metrics,monitor,
 CMD ["ddp_loop", "devices"]
 
 FROM installed AS tested
-RUN apt-get update -qq && apt-get install -qq --no-install-recommends make
+RUN apt-get update -qq && apt-get install -qq --no-install-recommends git make
 RUN make test JOBS=2
 
 FROM installed

@@ -90,7 +90,7 @@ def check_sums(world: dl.World) -> None:
         RuntimeError: a wrong sum.
     """
     plain, shared = (torch.full((4,), 2.0, device=world.device) for _ in range(2))
-    two_pieces = ReductionOrder((0, 0), (2,), (0, 1), is_any=False)
+    two_pieces = ReductionOrder((2,), (0, 1), is_any=False, merges=(0, 0))
     ordered = FlatAllReduce(world, two_pieces, 4, torch.float32, world.device)
     rows = [ordered.empty().fill_(value) for value in (1.0, 2.0)]
     world.sum(plain)

@@ -97,7 +97,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a name belongs to; see [Note: Names on demand]."""
+    """Import the room that a name belongs to; see [Note: Names on demand]."""
     if name not in __all__:
         near = get_close_matches(name, __all__, 1)
         hint = f". Did you mean {near[0]!r}?" if near else ""

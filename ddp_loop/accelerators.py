@@ -1,8 +1,8 @@
-"""Accelerators: what a device is and can do. `Cuda` chooses NCCL; `TorchAccelerator` serves every other kind.
+"""Accelerators: kinds of devices and their abilities. `Cuda` chooses NCCL; `TorchAccelerator` serves every other kind.
 
 [Note: Asynchronous] A GPU computes while the host continues, so reading a value makes the host wait for it. Values of
-an asynchronous device are therefore copied to the host and read one step later, and what the ranks decide together
-travels over the CPU instead of in the step's own sum.
+an asynchronous device are therefore copied to the host and read one step later, and the ranks' joint decisions
+travel over the CPU instead of in the step's own sum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Accelerator:
     Attributes:
         kind: such as "cuda".
         is_asynchronous: whether reading a value makes the host wait. See [Note: Asynchronous].
-        is_host: whether its memory is the host's, and its kernels are those of the CPU.
+        is_host: whether its memory is the host's, and its kernels are the CPU's.
         is_gpu: whether it has a generator of its own, and copies to pinned memory while the host continues.
         has_batch_norm_kernels: whether torch has the kernels of nn.SyncBatchNorm for it.
         can_be_shared: whether several ranks can have it: gloo takes its tensors.
@@ -98,7 +98,7 @@ class Accelerator:
         return ""
 
     def identity(self) -> str:
-        """What tells the device from those of other ranks, on any machine; empty where that does not matter."""
+        """A name that tells the device from other ranks' devices, on any machine; empty where that does not matter."""
         return ""
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
@@ -165,7 +165,7 @@ class Accelerator:
         return None
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Restore what `random_state` returned."""
+        """Restore a state that `random_state` returned."""
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Cpu(Accelerator):
         return f"cpu: {threads} thread{'s' if threads != 1 else ''}"
 
     def has_bfloat16(self) -> bool:
-        """Whether the processor has instructions for it: AVX512-BF16 or AMX, or those of ARM."""
+        """Whether the processor has instructions for it: AVX512-BF16, AMX or ARM's."""
         known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch lacks it
         found = [bool(value) for name, value in known.items() if name.endswith("bf16")]
         return any(found) if found else bool(torch.cpu._is_avx512_bf16_supported())
@@ -220,7 +220,7 @@ class Cpu(Accelerator):
 
 
 class TorchAccelerator(Accelerator):
-    """An accelerator of torch, of any kind: what `torch.accelerator` and the kind's own module have in common."""
+    """An accelerator of torch, of any kind, through `torch.accelerator` and the kind's own module."""
 
     is_gpu = True
     can_be_shared = False
@@ -242,7 +242,7 @@ class TorchAccelerator(Accelerator):
         return torch.get_device_module(self.device)
 
     def _properties(self) -> Any:
-        """What the kind's module says of the device; None where it says nothing."""
+        """The device's properties from the kind's module; None if it gives none."""
         ask = getattr(self._module, "get_device_properties", None)
         return None if ask is None else ask(self.device)
 
@@ -314,7 +314,7 @@ class TorchAccelerator(Accelerator):
         self._module.set_rng_state(state.contiguous(), self.device)
 
     def _is_in_use(self) -> bool:
-        """Whether this process has initialized such devices; a forked one cannot use what its parent initialized."""
+        """Whether this process itself has initialized such devices; a forked one cannot use its parent's."""
         is_forked = getattr(self._module, "_is_in_bad_fork", lambda: False)
         return not is_forked() and bool(getattr(self._module, "is_initialized", lambda: True)())
 
@@ -324,7 +324,7 @@ class TorchAccelerator(Accelerator):
         return 0.0
 
     def memory_free(self) -> float:
-        """What is free, less what this process gave back since its peak: its next step will take that again.
+        """Free bytes, less the bytes that this process gave back since its peak: its next step takes those again.
 
         0 if unknown, so that data are copied shard by shard.
         """
@@ -366,7 +366,7 @@ class Cuda(TorchAccelerator):
         return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
 
     def connect(self, group: Any, timeout: timedelta) -> None:
-        """Connect NCCL at once, so that what it needs is known to be there.
+        """Connect NCCL at once, so that it is known to have all that it needs.
 
         NCCL's watchdog ends a process at NCCL's own timeout, so that timeout is longer than the host's.
         """
@@ -419,7 +419,7 @@ class Cuda(TorchAccelerator):
         return float(torch.cuda.memory_reserved(self.device))
 
     def memory_free(self) -> float:
-        """What is free, less what this process gave back since its peak: its next step will take that again."""
+        """Free bytes, less the bytes that this process gave back since its peak: its next step takes those again."""
         given_back = torch.cuda.max_memory_reserved(self.device) - torch.cuda.memory_reserved(self.device)
         return float(torch.cuda.mem_get_info(self.device)[0] - given_back)
 
@@ -501,7 +501,7 @@ def reaches(one: Accelerator, other: Accelerator) -> bool:
 
 
 def shares_a_gpu(identity: str, other: str) -> bool:
-    """Whether two identities are certainly those of one GPU; slices of GPUs have one identity."""
+    """Whether two identities certainly belong to one GPU; slices of GPUs have one identity."""
     return identity == other and identity not in ("", _SLICE)
 
 
@@ -509,7 +509,7 @@ def check_in_waits(check: Callable[[], None]) -> Callable[[], None]:
     """Call `check` every half second in which the host waits for a device. It raises where the wait is in vain.
 
     Returns:
-        What ends that.
+        A function that ends the calls.
     """
     _checks.append(check)
     return lambda: _checks.remove(check)

@@ -75,7 +75,7 @@ def _row(entry: CheckpointInfo, is_newest: bool, is_best: bool) -> tuple[str, ..
     state = "".join(letter if letter.isprintable() else "?" for letter in state)  # file names may have any character
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_s)) if entry.written_s else "-"
     score = "-" if entry.score is None else f"{entry.score:.6g}"
-    return entry.path.name, f"{entry.bytes / 2**20:.1f}", written, score, state
+    return entry.path.name, f"{entry.bytes / 2**20:.3g}", written, score, state
 
 
 EQUAL = 0
@@ -116,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
     """Argparse's, but the error of an unknown command names one that is like it."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and what is wrong, and exit."""
+        """Print the usage and the mistake, and exit."""
         typed = re.match(r"argument COMMAND: invalid choice: '(.*?)' ", message)
         if typed is not None:
             names = {**OTHER_NAMES, **{name: name for name in EXAMPLES}}
@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints what a shell needs to complete commands and options."""
+    """Prints the code with which a shell completes commands and options."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
@@ -364,7 +364,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
     two.add_argument(
         "--by",
         metavar="NAME",
-        help="value that decides (default: a sweep's objective, or evaluated loss, or the checkpoints' score)",
+        help="value that decides (default: a sweep's objective, or eval loss, or the checkpoints' score)",
     )
     two.add_argument("--highest", action="store_true", help="the highest is the best (default for all but losses)")
     for command in (one, two):
@@ -375,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
     Args:
-        arguments: of the command line, without the program; by default those of this process.
+        arguments: of the command line, without the program; by default this process's own.
     """
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["help"]:
@@ -400,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _how_to_resume(words: list[str]) -> str:
-    """What to say of `resume`, which is no command, but a word that other tools have."""
+    """The answer to `resume`, which is no command, but a word that other tools have."""
     from ddp_loop.checkpoint import STATUS, lacks_secret, read_json, way_on
     from ddp_loop.elastic import program_name
 

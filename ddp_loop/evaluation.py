@@ -220,7 +220,7 @@ def _added_up(totals: Mapping[int, Sequence[torch.Tensor | int]], width: int, wo
 
 
 def _kind(value: object) -> str:
-    """What a metric is."""
+    """The kind of a metric, in words."""
     if not isinstance(value, Sum):
         return "a mean"
     return _SUM if value.over is None else f"{_SUM} with over="

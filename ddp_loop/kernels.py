@@ -1,4 +1,4 @@
-"""Faster kernels, where all ranks have what they need: bfloat16 and compiled code."""
+"""Faster kernels, where all ranks can use them: bfloat16 and compiled code."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def digit_classifier(classes: int = 10, width: int = 20) -> nn.Sequential:
 class _Flatten(nn.Module):
     """(N, C, H, W) -> (N, C H W); the gradient has the memory format of the values.
 
-    That of nn.Flatten is always contiguous. With channels last, the layers before it would then work on two formats in
-    backward, which takes several times as long.
+    The gradient of nn.Flatten is always contiguous. With channels last, the layers before it would then work on two
+    formats in backward, which takes several times as long.
     """
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ def surfaces(
         panels: by title, heights of shape (H, W), of which column j is at the j-th x and row i at the i-th y; or a
             text in place of a surface, such as "left out".
         path: of the file; its folder is created.
-        reach: the smallest and the largest x, which are those of y too.
+        reach: the smallest and the largest value of both x and y.
 
     Returns:
         The path.
@@ -284,7 +284,7 @@ def trials(
     Args:
         shown: at least one, all with the same parameters.
         path: of the file, .svg or .png; its folder is created.
-        value, curve: what the values and the curves are.
+        value, curve: names for the values and the curves.
         maximize: whether the largest value is the best.
         title: of the picture.
 

@@ -160,7 +160,7 @@ def _move(
     mini_batch: MiniBatch,
     world: World,
 ) -> bool:
-    """Update the running statistics with those of the whole mini-batch; False if any rank was asked to stop."""
+    """Update the running statistics with the whole mini-batch's; False if any rank was asked to stop."""
     own = [one.calls for one in captures.values()] or [[0] * len(statistics.layers)]
     calls = _agreed_calls(mini_batch, tuple(map(max, zip(*own, strict=True))), world, statistics.problem)
     if calls is None:

@@ -19,7 +19,7 @@ def smooth(values: npt.NDArray[np.float64], iterations: npt.NDArray[Any], steps:
     NaN adds nothing to either sum. Both are computed by doubling: after pass k each row has the sums over 2^k rows.
 
     Args:
-        values: shape (n,); what is not finite is left out.
+        values: shape (n,); NaN and infinity are left out.
         iterations: of the values, rising, shape (n,).
         steps: whose share in the mean falls to 1/e, nearly; of 1 or less the values come back as they are.
     """

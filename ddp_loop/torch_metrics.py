@@ -1,8 +1,8 @@
 """Metrics of torchmetrics over all ranks: their states per shard, merged in the order of the shards.
 
 A metric of torchmetrics keeps states, such as the true positives of each class, and says how two of them become one.
-Each shard gives a state of its own here, and the states are merged in the shards' order: the result is that of one
-process, and its bits do not depend on the ranks. The metric's own synchronization is off.
+Each shard gives a state of its own here, and the states are merged in the shards' order: the result is the same as
+on one process, and its bits do not depend on the ranks. The metric's own synchronization is off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 def _each(name: str, metric: Any) -> dict[str, Any]:
-    """A metric, or those of a collection, by the names of their results.
+    """A metric, or the metrics of a collection, by the names of their results.
 
     Raises:
         TypeError: it is no metric of torchmetrics.
@@ -103,7 +103,7 @@ class MetricStates:
 
     @property
     def names(self) -> list[str]:
-        """Of the results, but for those of a metric with several values."""
+        """The names of the results, but for metrics with several values."""
         return list(self._metrics)
 
     def update(self, number: int, output: Any, others: tuple[Any, ...]) -> None:
@@ -111,7 +111,7 @@ class MetricStates:
 
         Args:
             number: of the shard, in the order of the data.
-            output, others: what the metrics are called with.
+            output, others: the arguments of the metrics.
         """
         for name, metric in self._metrics.items():
             metric.reset()
@@ -179,7 +179,7 @@ class MetricStates:
 
 
 def _require_new(names: Iterable[str], known: Container[str]) -> None:
-    """Raise ValueError where two results would have one name, such as those of a collection and of a metric."""
+    """Raise ValueError where two results would have one name, such as a collection's and a metric's."""
     if both := [name for name in names if name in known]:
         raise ValueError(f"A metric's result must have a name of its own. Two are named {both[0]!r}. Rename one.")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.distributed.two_levels import Order
+from ddp_loop.distributed.backend import PieceOrder
 from tests.support.gpu_steps import AFTER_ALL_WORK
 from tests.support.harness import OnRanks
 
@@ -146,7 +146,7 @@ def count_launches() -> tuple[list[int], list[bool]]:
     import fake_cuda_extension as device
 
     with dl.join_world(device="gpu", seed=0) as world:
-        order = Order((4, 4), (0, 1, 0, 2, 0, 1, 0, 3))
+        order = PieceOrder((4, 4), (0, 1, 0, 2, 0, 1, 0, 3), is_any=False)
         pieces = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
         launches, is_same = [], []
         whole = world.flat_sum(order, 64, torch.float32, world.device)

@@ -155,7 +155,7 @@ class CallStatistics(NamedTuple):
             self.write(number, mean, rest, biased * (count / max(count - 1, 1)))
 
     def write(self, number: int, *values: torch.Tensor) -> None:
-        """Write a layer's mean, rest and variance, past the version counter: a graph holds what a layer was lent."""
+        """Write a layer's mean, rest and variance, past the version counter: a graph holds a layer's lent tensors."""
         for part, value in zip(self.parts[number :: len(self.counts)], values, strict=True):
             part.data.copy_(value)
 
@@ -212,7 +212,7 @@ class BatchNormInterceptor(TorchFunctionMode):
 
 @dataclass(eq=False, repr=False)
 class LayerCapture:
-    """The forward hooks of one norm layer, or of several with the same buffers, and what a layer is lent in its call.
+    """The forward hooks of one norm layer, or of several with the same buffers, and the spare buffers of a call.
 
     Args:
         norm: the layer.
@@ -225,7 +225,7 @@ class LayerCapture:
     number: int
     statistics: BatchNormStatistics | None = None
     running: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # mean and variance, of this pass
-    _replaced: tuple[Any, float | None, torch.Tensor | None] | None = None  # a called layer, and what it had
+    _replaced: tuple[Any, float | None, torch.Tensor | None] | None = None  # a called layer, and its former values
     _interceptor: BatchNormInterceptor | None = None
     is_closed: bool = False
 
@@ -448,7 +448,7 @@ class BatchNormStatistics:
         self._zeros = first.new_zeros(sum(self._sizes), dtype=first.dtype if self.is_uniform else torch.float64)
 
     def _versions(self) -> list[int]:
-        """What a write of torch's own layers changes, without a look at their values."""
+        """The versions of torch's layers' batch counters, which show a write without a look at values."""
         buffers = [layer.norm.module._buffers for layer in self.layers if not layer.norm.is_custom]
         tracked = [each.get("num_batches_tracked") for each in buffers]
         return [count._version for count in tracked if count is not None]
@@ -516,7 +516,7 @@ class BatchNormStatistics:
 
     @property
     def channels(self) -> int:
-        """Those of all layers."""
+        """The number of channels of all layers."""
         return len(self._zeros) // 3
 
     def _make_groups(self, calls: tuple[int, ...]) -> list[LayerGroup]:
@@ -566,7 +566,7 @@ def _called_twice(layer: nn.Module) -> RuntimeError | None:
 
 
 def _compile_anew() -> None:
-    """Discard what torch.compile compiled before the hooks were registered. It does not check for new hooks."""
+    """Discard code that torch.compile compiled before the hooks were registered. It does not check for new hooks."""
     dynamo = sys.modules.get("torch._dynamo")
     compiling = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is not None and compiling is not None:

@@ -1,4 +1,4 @@
-"""Pooled batch-norm statistics: mean and variance of a union from those of its parts, applied to the layers.
+"""Pooled batch-norm statistics: a union's mean and variance from its parts', applied to the layers.
 
 [Note: Pooled variance] For shards j with m_j values per channel (samples times positions) and
 M = sum(m_j):
@@ -92,7 +92,7 @@ class NormLayer(NamedTuple):
 
 
 class PooledStatistics(NamedTuple):
-    """The statistics of all shards for the layers of a group: those of the union.
+    """The statistics of all shards together, as one union, for the layers of a group.
 
     Attributes:
         counts: the number of values of each channel, (C,).
@@ -176,7 +176,7 @@ class LayerGroup:
         return PooledStatistics(total, callers > 0, shift + off, variance, momenta)
 
     def shift(self) -> torch.Tensor:
-        """The running means, (C,), float64; 0 in place of what is not finite."""
+        """The running means, (C,), float64; 0 in place of values that are not finite."""
         means = [layer.module._buffers[layer.mean] for layer in self._layers]
         return torch.cat(means).double().nan_to_num_(0.0, 0.0, 0.0)
 

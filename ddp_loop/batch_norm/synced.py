@@ -116,7 +116,7 @@ class SyncChannel:
             self._mask = None
 
     def masked(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient without what the rank's own loss, of weight 0, made of it; the others' part counts."""
+        """A gradient with 0 for NaN and infinity from the rank's own loss, of weight 0; the others' part counts."""
         if self._mask is None:
             return gradient
         return gradient.masked_fill(self._mask.to(gradient.device) & ~gradient.isfinite(), 0.0)
@@ -384,7 +384,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     _channel: SyncChannel | None = None
     _number = 0  # among the layers of the channel
-    _origin: type[_BatchNorm] = nn.SyncBatchNorm  # what it was
+    _origin: type[_BatchNorm] = nn.SyncBatchNorm  # its class before
 
     @property
     def is_synced(self) -> bool:
@@ -404,7 +404,7 @@ class SyncedBatchNorm(_BatchNorm):
     def normalise(self, values: torch.Tensor, channel: SyncChannel) -> torch.Tensor:
         """Normalise by the statistics of all ranks' values, and move the running ones. Every rank must call this.
 
-        torch.compile leaves it as it is: a collective has nothing to compile, and what it depends on always changes.
+        torch.compile skips it: a collective has nothing to compile, and the values that it depends on always change.
 
         Raises:
             ValueError: values that do not fit the layer, or a single value per channel, over all ranks together.
@@ -547,7 +547,7 @@ def find_sync_channels(modules: Iterable[nn.Module]) -> list[SyncChannel]:
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put what was made where the keys stand, below `model`."""
+    """Replace the keys of `made` by its values, below `model`."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is not None and child in made:

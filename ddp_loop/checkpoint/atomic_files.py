@@ -20,7 +20,7 @@ REPAIR = "Make room there, make it writable, or put it back. Earlier lines and c
 _PRIVATE = 0o600
 _open_private = partial(os.open, mode=_PRIVATE)
 SAVING = ".saving-"
-DELETING = ".deleting-"  # prefixes of what a kill can leave behind
+DELETING = ".deleting-"  # prefixes of names that a kill can leave behind
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def remove(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return what identifies a file or folder whatever its name.
+    """Return the device and inode of a file or folder, which identify it under any name.
 
     Raises:
         OSError: it does not exist.
@@ -182,7 +182,7 @@ def open_private(path: Path) -> BinaryIO:
 
 @contextmanager
 def explained(what: str, remedy: str) -> Iterator[None]:
-    """Raise an OSError of the block as one whose message has what failed, the cause and the remedy."""
+    """Raise an OSError of the block as one whose message has the failed work, the cause and the remedy."""
     try:
         yield
     except OSError as error:

@@ -7,7 +7,7 @@ but not from one that is being iterated. Each rank decides this by itself, and a
 the next one together.
 
 [Note: A save] Rank 0 copies the state, the other ranks put checksums of theirs into the store, and training continues.
-Rank 0's thread waits for these checksums, compares them with those of its copy, and only then writes: a checkpoint
+Rank 0's thread waits for these checksums, compares them with its copy's, and only then writes: a checkpoint
 proves that the replicas were equal. Rows are flushed to the disk before the checkpoint that counts them, so that a loss
 of power leaves no gap between them. An error of the thread is raised on all ranks in the next step.
 """
@@ -58,7 +58,7 @@ class CheckpointPolicy:
         every: save after this many steps; None saves after each epoch.
         every_s: save also when this many seconds have passed since the last save began.
         keep_last: how many of the newest checkpoints are kept, beside the best one.
-        on_error: what a failed save does.
+        on_error: whether a failed save raises or warns.
     """
 
     every: int | None = None
@@ -100,7 +100,7 @@ class Checkpointer:
         folder: of the run.
         world: from `join_world`.
         state: the job's objects by name.
-        policy: when to save, and what to keep.
+        policy: when to save, and which checkpoints to keep.
         local: names of buffers that differ between ranks.
         parts: the loop's own parts by name, saved beside the job.
         refuses: given the iteration, returns why the current state must not be saved, or None.
@@ -110,7 +110,7 @@ class Checkpointer:
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
         give_up: ends the loop, unless it is being iterated, since a newer one wants the folder; makes no collective.
-        missing: what could not be written, and was not replaced by a later one, on rank 0.
+        missing: the checkpoint and the status that could not be written and have no later replacement, on rank 0.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
         sums: of the files of rows, by name, when the restored checkpoint was made; empty without one.
         sum_files: returns these sums as they are now, on rank 0.
@@ -142,7 +142,7 @@ class Checkpointer:
         self._has_said_unlike = False
         self._began = time.monotonic()
         self._ended = False
-        self._is_refused = True  # until it is restored; what its status said then stays
+        self._is_refused = True  # until it is restored; its status then stays as it was
         self.newest = ""
         self._advice = ""  # on how to go on from there, on rank 0, unless the launcher says it
         self.asked = False
@@ -159,7 +159,7 @@ class Checkpointer:
         """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
         Args:
-            facts: what makes a run another one.
+            facts: they make a run another one if they differ.
             resume: of `Loop`.
             extent: the run's length, for status.json.
             config: of `Loop`, flat; None for none.
@@ -206,7 +206,7 @@ class Checkpointer:
         return position
 
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:
-        """Say what changed since the last start, and record this one, on rank 0."""
+        """List the changes since the last start, and record this one, on rank 0."""
         if position is not None and run.notice:
             kept = [name for name in settings if any(one.startswith(f"{name}: ") for one in run.changed)]
             used = ""
@@ -292,7 +292,7 @@ class Checkpointer:
         self._spare.append(snapshot.buffers)
 
     def release_state(self) -> None:
-        """Let the job's state be freed; what was copied before can still be saved."""
+        """Let the job's state be freed; copies made before can still be saved."""
         self._refuses = lambda iteration: None
         self._spare = []
         self._job.release()
@@ -399,7 +399,7 @@ class Checkpointer:
         which = f"the checkpoint of step {snapshot.position['iteration']}"
         deadline = time.monotonic() + self._world.timeout_s
         is_left = False
-        rows = [sums]
+        rows = [sums.tolist()]
         for rank in range(1, self._world.size):
             while (word := self._world.store.take(f"{key}/{rank}")) is None:
                 if self._world.is_left and not is_left:
@@ -420,7 +420,7 @@ class Checkpointer:
                     f"At {which}, the state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass "
                     "a state= with the same tensors on all ranks."
                 )
-            rows.append(torch.tensor(values, dtype=sums.dtype, device="cpu"))
+            rows.append(values)
             unlike = [name for name, value in of_values.items() if their_values.get(name) != value]
             if unlike and not self._has_said_unlike:
                 self._has_said_unlike = True
@@ -517,13 +517,21 @@ class Checkpointer:
                 write_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
-            if self._advice:
+            if self._advice and self.has_folder:
                 error.add_note(self._advice)
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
         if not self._is_refused:
             self.write_status(status, **facts)
         if self._run is not None:
-            if status != "failed":
-                self._run.forget_stop()
-            self._run.close()
+            self._unlock(self._run, status)
+
+    def _unlock(self, run: RunFolder, status: str) -> None:
+        """Unlock the run folder, on rank 0."""
+        if not self.has_folder:
+            leave_advice(f"The run folder {self.folder} was removed or replaced while the run was in it.")
+        elif status == "stopped":
+            leave_advice("")  # the run's last line says how to go on
+        if status != "failed":
+            run.forget_stop()
+        run.close()

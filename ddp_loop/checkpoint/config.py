@@ -82,7 +82,7 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 
 def changes_between(before: Mapping[str, object], now: Config) -> list[str]:
-    """Return what differs between two runs' hyper-parameters, in words; nothing if there were none before."""
+    """Return the differences of two runs' hyper-parameters, in words; none if there were none before."""
     if not before:
         return []
     both = [name for name in now if name in before]

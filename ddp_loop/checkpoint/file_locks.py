@@ -36,7 +36,7 @@ class FileLock:
 
     Args:
         path: of the file, which is created; its folder exists.
-        holder: what locks the file, in a word.
+        holder: a word for the owner of the lock.
 
     Attributes:
         holds: whether the file is locked; False on a file system without locks.

@@ -1,9 +1,9 @@
 """The run folder: its lock, the run's fingerprint and status, and requests to stop.
 
-[Note: Another run] What a position in an epoch depends on must be the same when a run goes on: the samples, the size of
-a mini-batch. What the bits depend on must be too, but `resume=True` accepts other shards or another seed. Everything
-else may change, such as the script, its arguments, learning rates and epochs. One notice lists the changes, and every
-start is a line of starts.jsonl.
+[Note: Another run] A run goes on only with the same facts that fix a position in an epoch: the samples, the size of a
+mini-batch. The facts that fix the bits must be the same too, but `resume=True` accepts other shards or another seed.
+Everything else may change, such as the script, its arguments, learning rates and epochs. One notice lists the changes,
+and every start is a line of starts.jsonl.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too lon
 _OF_POSITIONS = ("samples", "batch_size", "drop_last", "partition", "until", "parts")  # a run with others is another
 _CONTENT = "the script's content"
 _SHOWN = 6  # changes in a notice
-OWN_FOLDER = "RUN_DIR"  # in what is kept, for the path of the folder itself, which may be moved
+OWN_FOLDER = "RUN_DIR"  # in kept values, for the path of the folder itself, which may be moved
 _LOOK_S = 0.2
 MOST_JSON = 1 << 26  # bytes
 MOST_WHY = 200  # letters of a request to stop
 
 
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
-    """Return what describes a run: its script's name and content, its arguments, and these facts."""
+    """Return a description of a run: its script's name and content, its arguments, and these facts."""
     main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     content = ""
     with suppress(OSError):
@@ -129,16 +129,16 @@ class RunFolder:
 
     Args:
         folder: created if it is missing.
-        facts: what makes a run another one. See [Note: Another run].
+        facts: they make a run another one if they differ. See [Note: Another run].
         resume: what to do with a run that is in the folder. None resumes it if the facts are the same. True resumes it
             also with other shards or another seed. False starts over, and moves its files to `before/`.
         settings: facts that may change.
-        config: the user's hyper-parameters, which may change too; None keeps those of the start before.
+        config: the user's hyper-parameters, which may change too; None keeps the last start's.
 
     Attributes:
         id: of the run, stored in its checkpoints.
         news: messages for the user about locks and moved files.
-        changed: what changed since the run's last start.
+        changed: the changes since the run's last start.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -276,7 +276,7 @@ class RunFolder:
 
     @property
     def notice(self) -> str:
-        """What changed, as a message for the user; empty if nothing did."""
+        """The changes, as a message for the user; empty without any."""
         if not self.changed:
             return ""
         shown = self.changed[:_SHOWN]
@@ -286,7 +286,7 @@ class RunFolder:
         return f"{self.folder} continues with changes: {changes}."
 
     def record_start(self, **facts: object) -> None:
-        """Record in starts.jsonl that training begins here, and in run.json what it begins with.
+        """Record in starts.jsonl that training begins here, and in run.json the facts that it begins with.
 
         Raises:
             OSError: a file cannot be written.
@@ -348,7 +348,7 @@ class RunFolder:
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
-    """What differs between two fingerprints, in words, by name."""
+    """The differences between two fingerprints, in words, by name."""
     return {
         name: f"{name} has changed" if name == _CONTENT else f"{name}: was {before[name]!r}, is {now[name]!r}"
         for name in now

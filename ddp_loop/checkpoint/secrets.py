@@ -1,9 +1,9 @@
-"""What looks like a secret in a command or in hyper-parameters, and is kept out of files: a name such as api_key.
+"""Values that look like secrets in commands and hyper-parameters, and are kept out of files: api_key=X, for instance.
 
 A value is a secret if its name ends in key, token, password or the like: `--api-key X`, `--api_key=X`,
 `WANDB_API_KEY=X`, a config's `wandb.api_key` or `secrets.openai`; and so is the password in an address,
 `postgresql://user:X@host`, and a key in a query, `?token=X`. Numbers are no keys and tokens, such as `--pad-token 0`,
-nor is what counts them, such as `--max-tokens`.
+and neither are counts of them, such as `--max-tokens`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def hide_secrets(words: Sequence[str]) -> list[str]:
     """The words of a command with `HIDDEN` in place of each secret."""
     found: list[str] = []
     is_next = ""  # the name of an option whose value comes next
-    ends = "--"  # what the word after its values begins with
+    ends = "--"  # the beginning of the word after its values
     for word in words:
         if is_next and not word.startswith(ends):
             found.append(_hide(is_next, word))
@@ -58,7 +58,7 @@ def hide_in_config(config: Mapping[str, Value]) -> dict[str, Value | str]:
 
 
 def names_of_hidden(words: Sequence[str]) -> list[str]:
-    """Of each secret that a command lacks what comes before it, such as `--api-key`."""
+    """The text before each secret that a command lacks, such as `--api-key`."""
     found = []
     option = ""
     for word in words:
@@ -75,7 +75,7 @@ def with_secrets(words: Sequence[str], secrets: Sequence[str]) -> list[str]:
 
 
 def _without_passwords(text: str) -> str:
-    """A text with `HIDDEN` in place of what addresses in it hold."""
+    """A text with `HIDDEN` in place of the passwords and keys in its addresses."""
     return _QUERY.sub(rf"\1{HIDDEN}", _ADDRESS.sub(rf"\1{HIDDEN}\3", text))
 
 

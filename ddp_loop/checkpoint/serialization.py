@@ -76,7 +76,7 @@ def to_tree(state: object) -> SerializedState:
 
 
 def from_tree(packed: SerializedState) -> Any:
-    """Restore a state; its tensors are on the CPU and share memory with those of `packed`.
+    """Restore a state; its tensors are on the CPU and share memory with the tensors of `packed`.
 
     Raises:
         ValueError: `packed` is not a result of `to_tree`.

@@ -113,7 +113,7 @@ def words_to_go_on() -> str:
 
 
 def lacks_secret(status: Mapping[str, Any]) -> str:
-    """What to say of a command that had a secret, which no file keeps; empty for any other command."""
+    """Advice for a command that had a secret, which no file keeps; empty for any other command."""
     words = status.get("start")
     if not isinstance(words, list) or not names_of_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
         return ""

@@ -39,7 +39,7 @@ class Stateful(Protocol):
 
 
 class OutsideStateDict:
-    """What the `state_dict` of a job's modules does not contain, but a run may have changed.
+    """The state of a job's modules that no `state_dict` contains, but a run may have changed.
 
     It is which parameters are frozen and, where they are not as the script made them, which layers of a model in
     training mode are not (`layer.eval()`), and the buffers with `persistent=False`. An optimizer numbers its
@@ -151,7 +151,7 @@ class JobState:
         self._began: dict[str, dict[str, weakref.ref[Any]]] = {}
 
     def begin(self) -> None:
-        """Take what the script made, before a checkpoint is restored, as what the run did not change."""
+        """Take the script's state, before a checkpoint is restored, as unchanged by the run."""
         self._outside.begin()
         self._began = {
             name: {path: weakref.ref(one) for path, one in _objects("", value)}
@@ -220,7 +220,7 @@ class JobState:
         self._began = {}
 
     def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:
-        """Restore a serialized state, and compare its checksums with those of the checkpoint.
+        """Restore a serialized state, and compare its checksums with the checkpoint's.
 
         Raises:
             ValueError: the state does not fit the job.
@@ -246,7 +246,7 @@ def read_on_rank_zero(
     """Read a state and facts about it on rank 0, for all ranks. Every rank must call this.
 
     Raises:
-        Exception: on rank 0, whatever `read` raises.
+        Exception: on rank 0, any that `read` raises.
         PeerFailed: on the others.
     """
     own: list[dict[str, torch.Tensor]] = []  # on rank 0
@@ -318,6 +318,7 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
             if missing := sorted(needed - group.keys()):
                 raise ValueError(f"group {number} of this {type(value).__name__} needs {missing}")
         _keep_bits(value, kept)
+        value._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler that steps before it
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(kept)
     else:
@@ -326,7 +327,10 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
 
 def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any], same: Collection[str], path: str = "") -> None:
     """Restore a dict in place, and the dicts and lists in it, which the script may refer to."""
-    filled = {key: _filled(own.get(key), one, same, f"{path}/{key!r}") for key, one in kept.items()}
+    make = getattr(own, "default_factory", None) or (lambda: None)  # of a defaultdict in a defaultdict
+    filled = {
+        key: _filled(own[key] if key in own else make(), one, same, f"{path}/{key!r}") for key, one in kept.items()
+    }
     own.clear()
     own.update(filled)
 

@@ -238,7 +238,7 @@ class CheckpointStore:
         return [one for one in found if one.problem is None or os.path.lexists(one.path)]  # one may just be removed
 
     def clean(self) -> None:
-        """Remove what a killed process left behind. No other process may be writing."""
+        """Remove the files that a killed process left behind. No other process may be writing."""
         try:
             for name in os.listdir(self.folder) if is_folder(self.folder) else ():
                 if name.startswith((SAVING, DELETING)):

@@ -33,7 +33,7 @@ from ddp_loop.distributed import World, listed
 
 Source = str | os.PathLike[str]
 
-_COMPILED = "_orig_mod."  # torch.compile puts it before the names of what it compiles
+_COMPILED = "_orig_mod."  # torch.compile puts it before the names of a module that it compiles
 _DIFFERENCES = 4  # in an error
 _PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt"})  # the names of files for torch.load
 _REMEDY = (
@@ -340,7 +340,7 @@ def _restore(takers: Mapping[str, object], kept: Mapping[str, Any], origin: str)
 
 
 def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:
-    """The state dict with the names of this module, and what does not fit."""
+    """The state dict with the names of this module, and the misfits, in words."""
     own: Mapping[str, Any] = module.state_dict()
     short = plain_names(OrderedDict((name, name) for name in own))
     kept = plain_names(values)
@@ -358,7 +358,7 @@ def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:
 
 
 def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
-    """The optimizer's state with the settings of this one, and what does not fit."""
+    """The optimizer's state with the settings of this one, and the misfits, in words."""
     own = optimizer.state_dict()["param_groups"]
     kept = values["param_groups"]
     here, there = ([str(len(group["params"])) for group in groups] or ["none"] for groups in (own, kept))

@@ -184,7 +184,7 @@ class Batches:
         self.length: int | None = None
         self._parts: Parts | OwnPieces | None = None
         self._evaluated: Batches | None = None
-        self._offset = 0  # of this rank's own data in those of all ranks
+        self._offset = 0  # of this rank's own data in all ranks' data
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
         with world.failing_together(Exception):  # the length of a data set is the user's code
@@ -212,7 +212,7 @@ class Batches:
                 self._cut_data(() if self.length is None else split_sizes(self.length, self.shards))
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
         own = self.length
-        self.length = None if partition == "own" else own  # that of all data is known below
+        self.length = None if partition == "own" else own  # the length of all data is known below
         self._check_same()
         if partition == "own":
             sizes: list[int] = [] if own is None else world.gather(own, "the lengths of the ranks' data")
@@ -438,7 +438,7 @@ class Batches:
         return torch.arange(at.start, at.stop, device="cpu") if isinstance(at, range) else at
 
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor | range:
-        """What `indices` returns; a range where nothing is shuffled."""
+        """The positions that `indices` returns; a range where nothing is shuffled."""
         before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
         if not self.shuffle and not isinstance(self._parts, Parts):
             return range(before + start, before + start + number)
@@ -595,7 +595,7 @@ class Batches:
         return map(self.mini_batch, repeat(epoch), positions)
 
     def _requests(self, mini_batch: MiniBatch) -> list[Request]:
-        """What a reader is asked for: a request for each of this rank's shards."""
+        """A request to the reader for each of this rank's shards."""
         shards = mini_batch.shards  # neighbors
         if not shards:
             return []
@@ -647,7 +647,7 @@ class ReadAhead:
             self._stream.close()
 
     def restart(self, number: int, start: int) -> None:
-        """Read on from another position, or as the mini-batches are divided now; what was read ahead is dropped.
+        """Read on from another position, or as the mini-batches are divided now; data read ahead are dropped.
 
         Args:
             number, start: as for `epoch`.

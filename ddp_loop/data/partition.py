@@ -2,7 +2,7 @@
 
 [Note: Parts] An epoch has an order of all samples that it uses, mini-batch after mini-batch and in each shard after
 shard. With `partition="global"` that order is a permutation of the data. Here it is woven from one permutation per
-part. So whatever reads "samples k to k + n of the epoch" does not know about parts, and everything follows from the
+part. So a reader of "samples k to k + n of the epoch" does not know about parts, and everything follows from the
 shards: a fixed number of them gives the same mini-batches on any number of ranks.
 """
 

@@ -4,10 +4,10 @@
 optimizer may need most of it. So data for a device with limited memory stay on the host at first, and their shards are
 copied from pinned memory. They move once, after the first step of a loop that had a whole mini-batch, or at the start
 of a second pass of another kind, such as an evaluation. A single pass gains nothing from a move, and one before
-training knows nothing of a step. Data move that take less than half of what the peak left, so that a larger evaluation
-has room. The memory of freed tensors is given back first: else the data would lie in the midst of what the next step
-needs in one piece. The host waits for this move, and for no other copy. Each rank decides by its own device, since
-values and bits do not depend on where data lie; so there is no collective.
+training knows nothing of a step. Data move that take less than half of the memory that the peak left, so that a larger
+evaluation has room. The memory of freed tensors is given back first: else the data would lie in the midst of memory
+that the next step needs in one piece. The host waits for this move, and for no other copy. Each rank decides by its own
+device, since values and bits do not depend on where data lie; so there is no collective.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def is_limited(device: torch.device) -> bool:
 
 
 def at_first(parts: Any, device: torch.device) -> Any:
-    """`parts` on the device, or on the host if its memory is limited; what is there stays. See [Note: Placement]."""
+    """`parts` on the device, or on the host if its memory is limited; tensors there stay. See [Note: Placement]."""
     if not is_limited(device):
         return _all_on(parts, device)
     return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to("cpu"), parts)
@@ -230,4 +230,4 @@ def _has_one_per_sample(items: tuple[Any, ...] | list[Any]) -> bool:
     if all(isinstance(item, _TEXTS) for item in items):
         return True
     scalars = [item for item in items if isinstance(item, torch.Tensor | np.ndarray) and item.ndim == 0]
-    return type(items) is list and len(scalars) == len(items)  # a tuple of scalars is what a script unpacks
+    return type(items) is list and len(scalars) == len(items)  # a script unpacks a tuple of scalars

@@ -11,7 +11,7 @@ _NAMES = ("iteration", "epoch", "position")
 
 
 class LoopPosition:
-    """The counters of a loop over `batches`, up to `epochs` or `steps`. The loop sets those of its step.
+    """The counters of a loop over `batches`, up to `epochs` or `steps`. The loop sets the counters of its step.
 
     A step counts as made once it is folded.
 

@@ -175,7 +175,7 @@ class TensorReader:
     ) -> None:
         self._pins = accelerator if accelerator is not None and accelerator.is_gpu else None
         stays = self._pins is not None and any(accelerator_of(place).is_host for place in devices_in(places))
-        if decode is not None and stays:  # what is decoded later is not in pinned memory
+        if decode is not None and stays:  # data decoded later are not in pinned memory
             parts = decode(parts)
             decode = None
         self._decode = decode
@@ -185,7 +185,7 @@ class TensorReader:
         self.has_served = False
 
     def move(self) -> None:
-        """Move what waits on the host to its devices if it fits there, once; the host waits."""
+        """Move the tensors that wait on the host to their devices if they fit there, once; the host waits."""
         if self.waits:
             self._parts = at_places(move_if_fits, self._parts, self._places)
             self._find_homes()

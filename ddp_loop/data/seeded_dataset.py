@@ -2,7 +2,7 @@
 
 [Note: Seeded always] Python's, NumPy's and torch's generators are seeded for each sample, in 8 microseconds, whether or
 not `__getitem__` draws from them. A sample does not show whether it was drawn, and a data set that starts to draw late
-would otherwise continue the stream of whatever ran before.
+would otherwise continue the stream of any code that ran before.
 """
 
 from __future__ import annotations

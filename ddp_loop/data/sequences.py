@@ -5,8 +5,8 @@ assigned to lanes longest first, each to the lane with the fewest chunks so far 
 timing anomalies, 1969). Which lane gets a number of chunks depends on the lengths alone, so every epoch has equally
 many mini-batches. Which sequence of that many chunks it is, and the order within the lane, depend on the epoch's order.
 
-[Note: Carried state] The state belongs to the lane, so it stays with its shard and never enters a sum. What a chunk
-leaves is kept until the chunk after the next one, since a step may pass over its chunks several times. A checkpoint
+[Note: Carried state] The state belongs to the lane, so it stays with its shard and never enters a sum. The state after
+a chunk is kept until the chunk after the next one, since a step may pass over its chunks several times. A checkpoint
 has the rows of all lanes: each rank writes its own rows into zeros, and a sum of bytes brings them together.
 
 [Note: Rows that are not finite] A loop that skips steps which are not finite would skip all further steps of a sequence
@@ -140,7 +140,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the chunks of some lanes left: a state with a row for each lane, and its form."""
+    """The state that the chunks of some lanes left, with a row for each lane, and its form."""
 
     place: Place
     lanes: Numbers
@@ -157,7 +157,7 @@ class CarriedState:
 
     Attributes:
         stays_finite: whether rows that are not finite keep their former state. See [Note: Rows that are not finite].
-        whole: what a checkpoint has, equal on all ranks; None while it has to be gathered.
+        whole: the state as a checkpoint has it, equal on all ranks; None while it has to be gathered.
     """
 
     def __init__(self, world: World, batch_dim: int) -> None:
@@ -337,7 +337,7 @@ class SequenceReader:
     Args:
         sequences: each a tensor or array with a row per time step, or a tuple or dict of them.
         lengths: their time steps; None reads all sequences once to find them.
-        seed: of what is drawn while a sequence is read.
+        seed: of the random numbers drawn while a sequence is read.
         places: where the chunks go.
 
     Attributes:

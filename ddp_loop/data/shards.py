@@ -6,7 +6,7 @@ of ranks.
 
 [Note: Shares] Without fixed shards each rank has one shard, and the shard's size follows from the rank's share. With
 fixed shards the sizes stay as they are, so the bits do too, and the number of shards that a rank carries follows from
-its share. Both are rounded by `split_by_shares`, which for equal shares gives what `split_sizes` gives.
+its share. Both are rounded by `split_by_shares`, which for equal shares gives the sizes of `split_sizes`.
 
 [Note: Evaluation] An evaluation adds up numbers, so it needs no shard per rank. It cuts each mini-batch into
 `EVALUATED` shards on any number of ranks. Kernels choose the order of their additions by the shape, so equal shapes
@@ -219,7 +219,7 @@ class Division:
         asked: the shares as given: numbers, "measured" or None.
         carried: the number of shards of each rank.
         mine: the numbers of this rank's shards.
-        cuts: what `cut` returned, by the number of samples, where it does not change with the position.
+        cuts: the results of `cut`, by the number of samples, where they do not change with the position.
 
     Raises:
         ValueError: the shares are no shares (see `check_shares`), or there are fewer shards than ranks with a share.

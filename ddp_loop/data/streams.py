@@ -1,8 +1,8 @@
 """Streams: data that can only be iterated over, which all ranks read, or of which each rank reads its own.
 
 [Note: Every rank reads the whole stream] The length of a stream is unknown, so the size of a mini-batch is known only
-when its samples have arrived. Each rank reads all samples and keeps those of its own shards. So all ranks know the
-sizes, and the mini-batches do not depend on the ranks. Costly work, such as decoding, belongs in `collate_fn` or
+when its samples have arrived. Each rank reads all samples and keeps its own shards' samples. So all ranks know
+the sizes, and the mini-batches do not depend on the ranks. Costly work, such as decoding, belongs in `collate_fn` or
 `transform`, which run for a rank's own shards only.
 
 [Note: Sizes ahead] A rank reads `AHEAD` pieces ahead, and announces the size of the last of them in the control word of
@@ -139,7 +139,7 @@ class StreamReader:
 
 
 class OwnPiece(NamedTuple):
-    """A rank's shard of a mini-batch, and what the rank has read of its stream beyond it.
+    """A rank's shard of a mini-batch, and the pieces that the rank has read beyond it.
 
     Attributes:
         shards: the piece as a shard, of its own samples; none of an empty piece.
@@ -184,7 +184,7 @@ class OwnStreams:
         batch_size, until, world: of the batches.
 
     Attributes:
-        first: the data of the first shard that was read, from which those of an empty one are made; None before.
+        first: the data of the first shard that was read, from which an empty shard's are made; None before.
         skipped: the number of samples and the data of the first piece, where a run resumed after it; None without.
         unused: the samples of the last epoch that are in no mini-batch; None before its last step is folded.
     """
@@ -261,7 +261,7 @@ class OwnStreams:
         return found
 
     def _news(self, piece: OwnPiece, is_last: bool, learn: Callable[[Sequence[float]], None]) -> Announcement:
-        """What this rank announces in the step with a piece."""
+        """This rank's announcement in the step with a piece."""
         base = 1 if self.world.rank == 0 else 0
         values = [base] * (self.world.size + ANNOUNCED)
         values[self.world.rank] += piece.sizes[-2] - piece.sizes[-1]

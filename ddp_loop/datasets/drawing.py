@@ -2,7 +2,7 @@
 
 Each glyph is drawn once per font and stroke, at four times the resolution of an image. Each image is an affine map of a
 glyph. Pillow does both on one thread, so the bytes do not depend on the number of threads. Each image uses one row of
-`Generator.random`, so the first images of a large set are those of a small one.
+`Generator.random`, so a small set has the first images of a large one.
 """
 
 from __future__ import annotations

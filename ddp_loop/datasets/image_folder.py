@@ -12,7 +12,7 @@ import torch
 
 from ddp_loop.datasets.images import LabelledImages, cut_by_class
 
-# A fixed list, not what a machine's pillow supports, so that all machines number the images alike.
+# A fixed list, not the formats of a machine's pillow, so that all machines number the images alike.
 SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga"),
     *(".tif", ".tiff", ".webp"),

@@ -72,7 +72,7 @@ class LabelledImages:
 
     @property
     def encoded(self) -> EncodedTensors:
-        """What `Batches` reads: `images` and `labels`, and how they become rows of `tensors`."""
+        """The data as `Batches` reads them: `images` and `labels`, and how they become rows of `tensors`."""
         return EncodedTensors((self.images, self.labels), _as_floats)
 
     def one_hot(self) -> torch.Tensor:

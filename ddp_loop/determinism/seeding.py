@@ -1,4 +1,4 @@
-"""Random streams keyed by what is computed (seed, step, shard or sample), not by where it is computed.
+"""Random streams keyed by the work (seed, step, shard or sample), not by the place where it is done.
 
 [Note: splitmix64] Keys and the numbers of `Draws` are made by one mixing function, which turns a counter into 64 bits
 that look random:
@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 _SIGNED = 1 << 64  # a constant above 2^63, less this, is the int64 with the same bits
 
 _PYTHON = random.seed.__self__  # type: ignore[attr-defined]
-_SEED_PYTHON = super(random.Random, _PYTHON).seed  # of an int, `random.seed` without what it does for other types
+_SEED_PYTHON = super(random.Random, _PYTHON).seed  # of an int, `random.seed` without its work for other types
 
 # The purposes of streams; two purposes never share a key.
 ORDER, SHARD, STEP, SAMPLE, DRAWS, TRANSFORM, COLLATE, EVALUATION, EPOCH = range(1, 10)

@@ -1,11 +1,11 @@
 """The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
 
-from ddp_loop.distributed.backend import Work
+from ddp_loop.distributed.backend import PieceOrder, Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
-from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode, encode_all
+from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode_all
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error, listed
-from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
+from ddp_loop.distributed.join import join_world, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch, pack_call, run_script
 from ddp_loop.distributed.machine import machine_of
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
@@ -42,6 +42,7 @@ __all__ = [
     "MOST_LETTERS",
     "Cell",
     "PeerFailed",
+    "PieceOrder",
     "Pool",
     "RankEnv",
     "RankFailed",
@@ -64,7 +65,6 @@ __all__ = [
     "describe_difference",
     "each_buffer",
     "each_module",
-    "encode",
     "encode_all",
     "end_daemons",
     "end_unsaved",
@@ -78,7 +78,6 @@ __all__ = [
     "kept_by",
     "launch",
     "launcher_store",
-    "leave_open_worlds",
     "listed",
     "machine_of",
     "merge",

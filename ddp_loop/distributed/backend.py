@@ -9,6 +9,7 @@ same bits; a `FlatSum` adds pieces in a given order. What fails raises RuntimeEr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -39,7 +40,8 @@ class Work(Protocol):
         """Wait for it."""
 
 
-class PieceOrder(Protocol):
+@dataclass(frozen=True, slots=True)
+class PieceOrder:
     """In which order the pieces of all ranks are added up.
 
     Attributes:
@@ -48,12 +50,9 @@ class PieceOrder(Protocol):
         is_any: whether any order gives the same bits, or no order was asked for.
     """
 
-    @property
-    def pieces(self) -> tuple[int, ...]: ...
-    @property
-    def last_merges(self) -> tuple[int, ...]: ...
-    @property
-    def is_any(self) -> bool: ...
+    pieces: tuple[int, ...]
+    last_merges: tuple[int, ...]
+    is_any: bool
 
 
 class FlatSum(Protocol):

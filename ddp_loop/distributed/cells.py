@@ -54,7 +54,7 @@ def in_notebook() -> bool:
 
 
 def shows_ranks() -> bool:
-    """Whether ranks that this thread starts have a cell: other threads, such as those of a sweep, start many runs."""
+    """Whether ranks that this thread starts have a cell: other threads, such as a sweep's, start many runs."""
     return in_notebook() and threading.current_thread() is threading.main_thread()
 
 
@@ -69,9 +69,8 @@ class NotebookCell:
         """Show it in the place of what was shown before."""
         from IPython.display import display
 
-        update = {"update": True} if self._is_shown else {}
         try:
-            display({"text/html": html, "text/plain": text}, raw=True, display_id=self._key, **update)  # type: ignore[no-untyped-call]
+            display({"text/html": html, "text/plain": text}, raw=True, display_id=self._key, update=self._is_shown)  # type: ignore[no-untyped-call]
         except Exception as error:  # a view is not worth a run
             raise OSError(f"The notebook shows nothing more: {error!r}") from error
         self._is_shown = True

@@ -1,4 +1,4 @@
-"""Collectives: those of the steps, and all others, which begin with a header, so that ranks never mix them up."""
+"""Collectives: the steps' own, and all others, which begin with a header, so that ranks never mix them up."""
 
 from __future__ import annotations
 

@@ -96,20 +96,16 @@ def columns(tensor: torch.Tensor, column: torch.dtype) -> int:
     return tensor.numel() * reals * (1 if chunk is None else real.itemsize // chunk.itemsize)
 
 
-def encode(tensor: torch.Tensor, column: torch.dtype) -> torch.Tensor:
-    """A tensor as columns, shape (K,). See [Note: Exact columns]."""
+def encode_all(tensors: Sequence[torch.Tensor], column: torch.dtype) -> torch.Tensor:
+    """Tensors of one dtype as columns, one after another, shape (K,). See [Note: Exact columns]."""
+    tensor = tensors[0] if len(tensors) == 1 else torch.cat([one.reshape(-1) for one in tensors])
     flat = as_real(tensor.resolve_conj()).reshape(-1)
     chunk = _chunk(flat.dtype, column)
     return (flat if chunk is None else flat.contiguous().view(chunk)).to(column)
 
 
-def encode_all(tensors: Sequence[torch.Tensor], column: torch.dtype) -> torch.Tensor:
-    """Tensors of one dtype as columns, one after another, shape (K,)."""
-    return encode(tensors[0] if len(tensors) == 1 else torch.cat([one.reshape(-1) for one in tensors]), column)
-
-
 def decode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode tensors of a dtype, one a row, (S, K), as `encode` made them, to (S, elements).
+    """Decode tensors of a dtype, one a row, (S, K), as `encode_all` made them, to (S, elements).
 
     A complex value is two reals. Integers become int64 (uint64 by its bits), narrow floats keep the columns' dtype.
     """

@@ -93,6 +93,7 @@ STAGES = (
     "predict",
     "update_bn",
 )  # by their numbers in messages
+STAGE_NUMBERS = {name: number for number, name in enumerate(STAGES)}
 
 
 @sendable
@@ -139,7 +140,7 @@ def format_error(error: BaseException) -> str:
     if type(error).__module__.startswith("ddp_loop.") and type(error).__name__.startswith("_"):
         return str(error)
     head, mark, trace = "".join(traceback.format_exception_only(error)).strip().partition(_IN_WORKER)
-    lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # those of a chain's last one
+    lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # of a chain's last one
     return cut_text(head + "\n".join(line for line in lines if not line.startswith(" ")) if mark else head)
 
 
@@ -202,10 +203,11 @@ def find_culprit(
             f"{_last_message(seen.get(silent[0], RankStatus()))} Read what its launcher and kernel say."
         )
     if late := [rank for rank in range(len(names)) if not here[rank].where.waits]:
-        one = here[late[0]]
+        place = str(here[late[0]].where) or " outside of a loop"
+        rank, one = next((rank, one) for rank, one in sorted(here.items()) if one.where.waits)
         return late[0], (
-            f"{capital(names[late[0]])} is still{str(one.where) or ' outside of a loop'} while {_waiting(here, names)} "
-            f"waits, and every rank must reach every collective within timeout_s={timeout_s:g}. Do less between two "
+            f"{capital(names[late[0]])} is still{place} while {names[rank]} (in {one.where.waits}{one.where}) waits, "
+            f"and every rank must reach every collective within timeout_s={timeout_s:g}. Do less between two "
             "collectives, or pass join_world a longer timeout_s."
         )
     kinds = [one.where.waits for _, one in sorted(here.items())]
@@ -225,8 +227,3 @@ def find_culprit(
             "and whatever else is for every rank, on all of them."
         )
     return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines."
-
-
-def _waiting(here: Mapping[int, RankReport], names: Sequence[str]) -> str:
-    rank, one = next((rank, one) for rank, one in sorted(here.items()) if one.where.waits)
-    return f"{names[rank]} (in {one.where.waits}{one.where})"

@@ -64,7 +64,7 @@ class GlooBackend(TorchBackend):
     def leave(self, unfinished: Collection[Work]) -> None:
         """Give the group up; keep it, even at exit, if a sum that was cut off does not end soon."""
         deadline = time.monotonic() + _END_S
-        while not _ended(unfinished):
+        while not all(work.is_completed() for work in unfinished):
             if time.monotonic() > deadline:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # the list alone would release it at exit
                 _kept.append((self._group, unfinished))
@@ -90,7 +90,7 @@ def has_closed_one(sockets: dict[int, str]) -> bool:
 
 
 def cut(sockets: dict[int, str]) -> None:
-    """Shut down those of these sockets that are still open; their owner closes them."""
+    """Shut down the sockets that are still open; their owner closes them."""
     for _, one in _opened(sockets):
         with suppress(OSError):
             if not _listens(one):  # gloo's listener would end the process
@@ -136,24 +136,20 @@ def _listens(one: socket.socket) -> bool:
 
 def _port(one: socket.socket) -> int | None:
     """The port of this end; None for a socket without ports."""
-    name = one.getsockname()
-    return name[1] if isinstance(name, tuple) and one.family in (socket.AF_INET, socket.AF_INET6) else None
+    return one.getsockname()[1] if one.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def free_kept() -> None:
     """Release the kept groups whose sums have ended."""
-    for one in [one for one in _kept if _ended(one[1])]:
-        _kept.remove(one)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(one[0]))
+    for group, sums in _kept[:]:
+        if all(work.is_completed() for work in sums):
+            _kept.remove((group, sums))
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 def keeps_a_group() -> bool:
     """Whether a failed group is still kept."""
     return bool(_kept)
-
-
-def _ended(sums: Collection[Work]) -> bool:
-    return all(work.is_completed() for work in sums)
 
 
 def _name(descriptor: int) -> str:

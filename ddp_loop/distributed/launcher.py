@@ -211,7 +211,7 @@ class Pool:
         self.close()
 
     def _start(self, ranks: int) -> None:
-        """Start those of the first `ranks` workers that are missing, and wait until all are ready."""
+        """Start the missing ones of the first `ranks` workers, and wait until all are ready."""
         self._end([rank for rank, worker in self._workers.items() if worker.spent or not worker.alive])
         try:
             for rank in range(ranks):
@@ -401,7 +401,7 @@ class Task:
     environment: dict[str, str]
     folder: str
     path: list[str]
-    has_cell: bool = False
+    has_cell: bool
 
 
 @dataclass(frozen=True)

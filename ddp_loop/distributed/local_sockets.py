@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import ClassVar, NamedTuple
 
 _GREETING = struct.Struct("<8s16sI")  # magic, token, rank
@@ -32,9 +33,7 @@ _UID = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 TEXT_BYTES = 4096
 _NO_ROOM = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))  # for a message now
 
-WORDS = 8  # integers that ride in each header
-_FORM = struct.Struct(f"<BBHIQQQQIQ{WORDS}q")
-_NO_WORDS = (0,) * WORDS
+_FORM = struct.Struct("<BBHIQQQQIQq")
 
 
 class Header(NamedTuple):
@@ -50,7 +49,7 @@ class Header(NamedTuple):
         offset: of this rank's values in its arena, in bytes.
         done: the last operation that its sender completed, with all before it.
         at, step: where its sender is: the number of its stage, and its iteration.
-        words: integers of the operation's own.
+        number: of the operation's own.
     """
 
     stage: int
@@ -63,7 +62,7 @@ class Header(NamedTuple):
     done: int = 0
     at: int = 0
     step: int = 0
-    words: tuple[int, ...] = ()
+    number: int = 0
 
 
 class Listener:
@@ -97,7 +96,7 @@ class Listener:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"ranks {sorted(missing)} did not connect")
-                if self._socket in _readable([self._socket, *pending], min(left, _LOOK_S)):
+                if self._socket in wait([self._socket, *pending], min(left, _LOOK_S)):
                     one = self._socket.accept()[0]
                     one.setblocking(False)  # an accepted one blocks, or has the process's default timeout
                     pending.append(one)
@@ -168,8 +167,7 @@ def await_accepted(one: socket.socket, deadline: float) -> None:
     Raises:
         OSError: it has not, in time.
     """
-    ready = _readable([one], max(deadline - time.monotonic(), 0.0))
-    if not ready or one.recv(len(_ACCEPTED)) != _ACCEPTED:
+    if not wait([one], max(deadline - time.monotonic(), 0.0)) or one.recv(len(_ACCEPTED)) != _ACCEPTED:
         raise ConnectionRefusedError("the connection was refused")
 
 
@@ -177,15 +175,6 @@ def _new_socket() -> socket.socket:
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.setblocking(False)
     return one
-
-
-def _readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
-    """Which of these have something to read, or have ended; waits for the first one."""
-    poll = select.poll()  # select takes no descriptor above 1023
-    for one in sockets:
-        poll.register(one, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll(1e3 * timeout_s)}
-    return [one for one in sockets if one.fileno() in ready]
 
 
 def _address(name: str) -> str:
@@ -229,7 +218,7 @@ class LocalPeers:
 
     def send(self, header: Header, to: Iterable[int], text: bytes = b"", descriptors: Sequence[int] = ()) -> set[int]:
         """Send a message; returns the ranks that have no room for it now."""
-        word = _FORM.pack(*header[:-1], *header.words, *_NO_WORDS[len(header.words) :]) + text
+        word = _FORM.pack(*header) + text
         full = set()
         for rank in to:
             try:
@@ -272,8 +261,7 @@ class LocalPeers:
                 with suppress(KeyError, ValueError):
                     self._poll.unregister(one.fileno())
             return None
-        fields = _FORM.unpack_from(self._buffer)
-        header = Header._make((*fields[:-WORDS], fields[-WORDS:]))
+        header = Header._make(_FORM.unpack_from(self._buffer))
         return header, bytes(self._buffer[_FORM.size : size]), descriptors
 
     def close(self) -> None:

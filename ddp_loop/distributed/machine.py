@@ -142,13 +142,13 @@ def meet_in_memory(
     if listener is not None:
         said |= {"name": listener.name, "token": listener.token}
     peers: LocalPeers | None = None
-    every: list[dict[str, str]] = []
     try:
-        every = [json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)]
+        every: list[dict[str, str]] = [
+            json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)
+        ]
         _refuse([one["why"] for one in every])
         machines = _machines([one["machine"] for one in every])
         ranks = next(one for one in machines if place.rank in one)
-        arenas: list[Segment] = []
         try:
             if listener is None:
                 raise NoSharedMemory(why)  # as every rank does
@@ -197,7 +197,7 @@ def _machines(every: list[str]) -> list[range]:
     """The ranks of each machine, in order.
 
     Raises:
-        NoSharedMemory: none has two ranks, or those of one are not neighbours.
+        NoSharedMemory: none has two ranks, or a machine's ranks are not neighbours.
     """
     starts = [rank for rank, one in enumerate(every) if rank == 0 or one != every[rank - 1]]
     machines = [range(start, end) for start, end in zip(starts, [*starts[1:], len(every)], strict=True)]

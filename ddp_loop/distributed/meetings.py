@@ -19,13 +19,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 
 import torch
 
 from ddp_loop.distributed.backend import LOOK_S, Parted
-from ddp_loop.distributed.failures import STAGES, PeerGone, RankStatus
+from ddp_loop.distributed.failures import STAGE_NUMBERS, STAGES, PeerGone, RankStatus
 from ddp_loop.distributed.local_sockets import TEXT_BYTES, Header, LocalPeers
 from ddp_loop.distributed.shared_memory import Segment, aligned
 
@@ -34,11 +35,10 @@ NOTHING, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds; the first one is a ba
 ARENA_BYTES = 2 * 2**20
 PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operation
 _PLACE_S = 1.0  # for the places of ranks that have come to the operation, or to another one
-_LATE_PLACE_S = 0.05  # for those of ranks that have not come yet
+_LATE_PLACE_S = 0.05  # for the places of ranks that have not come yet
 _ROOM_S = 0.001  # until a full connection is tried again
 _VIEWS = 4096
 _SPIN_S = 100e-6  # where each rank has a core
-_NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
 Then = Callable[["Meeting"], None]
 
@@ -48,6 +48,7 @@ def _digest(what: str, dtype: torch.dtype | None, layout: object) -> int:
     return zlib.crc32(f"{what} {dtype} {layout}".encode(errors="replace"))
 
 
+@dataclass(eq=False, slots=True)
 class Meeting:
     """An operation under way: its ranks' headers of one stage.
 
@@ -59,14 +60,11 @@ class Meeting:
         is_over: whether all is done.
     """
 
-    __slots__ = ("header", "headers", "is_over", "then", "what")
-
-    def __init__(self, header: Header, what: str, then: Then | None = None) -> None:
-        self.header = header
-        self.what = what
-        self.then = then
-        self.headers: list[Header] = []
-        self.is_over = False
+    header: Header
+    what: str
+    then: Then | None = None
+    headers: list[Header] = field(default_factory=list)
+    is_over: bool = False
 
     def is_completed(self) -> bool:
         return self.is_over
@@ -162,7 +160,7 @@ class Meetings:
         values: Sequence[torch.Tensor] = (),
         *,
         layout: object = None,
-        words: tuple[int, ...] = (),
+        number: int = 0,
         descriptors: Sequence[int] = (),
         then: Then | None = None,
         reads: bool = False,
@@ -172,14 +170,14 @@ class Meetings:
         Args:
             kind, length, what, dtype, layout: the same on every rank; otherwise all raise.
             values: (K,) each, of at most PART_BYTES together.
-            words: integers for the others, up to WORDS.
+            number: for the others.
             descriptors: files for the others; `attached` returns them there.
             then: what remains to be done once the headers of all ranks have come.
             reads: whether it reads values from arenas.
         """
         offset = self._put(values) if values else 0
         completed = self._completed
-        self._sequence = self._sequence + 1
+        self._sequence += 1
         where = self._where()
         header = Header(
             ARRIVED,
@@ -190,9 +188,9 @@ class Meetings:
             length=length,
             offset=offset,
             done=completed,
-            at=_NUMBER_OF.get(where.stage, 0),
+            at=STAGE_NUMBERS.get(where.stage, 0),
             step=where.step,
-            words=words,
+            number=number,
         )
         meeting = Meeting(header, what, then)
         if reads:
@@ -200,9 +198,9 @@ class Meetings:
         self._send(header, self.others, descriptors=descriptors)
         return meeting
 
-    def again(self, meeting: Meeting, stage: int, words: tuple[int, ...] = ()) -> Meeting:
+    def again(self, meeting: Meeting, stage: int, number: int = 0) -> Meeting:
         """The next stage of an operation. Every rank must call this."""
-        header = meeting.header._replace(stage=stage, segments=0, done=self._completed, words=words)
+        header = meeting.header._replace(stage=stage, segments=0, done=self._completed, number=number)
         self._send(header, self.others)
         return Meeting(header, meeting.what)
 
@@ -375,8 +373,6 @@ class Meetings:
         end = start + size
         if needed := max((one for one, first, last in regions if first < end and start < last), default=0):
             self._await_completed(needed)
-            while regions and regions[0][0] <= needed:
-                regions.popleft()
         regions.append((self._sequence + 1, start, end))
         return start
 

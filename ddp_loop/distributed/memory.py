@@ -1,6 +1,6 @@
 """The exchange in memory, for ranks of one machine that compute on the CPU: a backend.
 
-Small operations take one meeting. Large tensors go in parts, one after another; those of buckets lie in shared memory
+Small operations take one meeting. Large tensors go in parts, one after another; a bucket's lie in shared memory
 anyway.
 
 [Note: In place] The row of a large bucket lies in a segment of its rank, which all ranks have mapped. Gradients are
@@ -174,7 +174,7 @@ class MemoryFlatSum:
             if segment.descriptor >= 0:
                 descriptors = [segment.descriptor]
         self._meeting = self._meetings.meet(
-            FLAT, self._size, STEP, self._real, layout=self._order.pieces, words=(number,), descriptors=descriptors
+            FLAT, self._size, STEP, self._real, layout=self._order.pieces, number=number, descriptors=descriptors
         )
         if segment is not None:
             segment.close()
@@ -191,13 +191,13 @@ class MemoryFlatSum:
                 self._meetings.finish(self._through_arena(slice(first, first + step)))
             self._meeting = None
             return None
-        first, end = self._slice(self._meetings.rank)
+        part = self._slice(self._meetings.rank)
         own = self._sent[0]
         pieces, others = self._in_order(rows)
         if len(pieces) == 2 and not others:
-            torch.add(pieces[0][first:end], pieces[1][first:end], out=own[first:end])
+            torch.add(pieces[0][part], pieces[1][part], out=own[part])
         else:
-            self._add_in_blocks(pieces, others, own, first, end)
+            self._add_in_blocks(pieces, others, own, part)
         return self._meetings.again(meeting, REDUCED)
 
     def collect(self) -> None:
@@ -208,8 +208,8 @@ class MemoryFlatSum:
         if meeting is None:
             return
         for rank in self._meetings.others:
-            first, end = self._slice(rank)
-            own[first:end].copy_(self._mapped[rank, meeting.headers[rank].words[0]][0, first:end])
+            part = self._slice(rank)
+            own[part].copy_(self._mapped[rank, meeting.headers[rank].number][0, part])
         self._meetings.unsettled = meeting
 
     # -- in shared memory ----------------------------------------------------------------------------------
@@ -224,13 +224,13 @@ class MemoryFlatSum:
         headers = meeting.headers
         if any(header.segments for header in headers):
             mapped = [self._map(meeting, other) for other in self._meetings.others]
-            told = self._meetings.finish(self._meetings.again(meeting, MAPPED, (not all(mapped),)))
-            if any(header.words[0] for header in told.headers):
+            told = self._meetings.finish(self._meetings.again(meeting, MAPPED, not all(mapped)))
+            if any(header.number for header in told.headers):
                 self._own.clear()  # from now on
                 self._mapped = {at: rows for at, rows in self._mapped.items() if at[0] != self._meetings.rank}
-        if any(header.words[0] == 0 for header in headers) or not self._own:
+        if any(header.number == 0 for header in headers) or not self._own:
             return None
-        return [self._mapped[rank, header.words[0]] for rank, header in enumerate(headers)]
+        return [self._mapped[rank, header.number] for rank, header in enumerate(headers)]
 
     def _map(self, meeting: Meeting, rank: int) -> bool:
         """Map the segment that a rank sent, if it did; returns whether that worked."""
@@ -240,17 +240,17 @@ class MemoryFlatSum:
             for descriptor in descriptors:
                 segment = Segment(descriptor)
                 segment.close()
-                self._mapped[rank, header.words[0]] = self._rows_in(segment, self._rows[rank])
+                self._mapped[rank, header.number] = self._rows_in(segment, self._rows[rank])
         except (OSError, RuntimeError):
             return False
         return len(descriptors) == header.segments  # none comes where this process can open no more files
 
-    def _slice(self, rank: int) -> tuple[int, int]:
-        """The first and the end of the values that a rank adds up."""
+    def _slice(self, rank: int) -> slice:
+        """The values that a rank adds up."""
         lines = -(-self._size // _SLICE_BYTES)
         size = self._meetings.size
         each = _SLICE_BYTES // self._real.itemsize
-        return min(rank * lines // size * each, self._count), min((rank + 1) * lines // size * each, self._count)
+        return slice(min(rank * lines // size * each, self._count), min((rank + 1) * lines // size * each, self._count))
 
     def _in_order(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The pieces of all ranks, and the rows of ranks without any, (count,) each."""
@@ -259,15 +259,15 @@ class MemoryFlatSum:
         return (pieces, others) if pieces else (others[:1], others[1:])
 
     def _add_in_blocks(
-        self, pieces: list[torch.Tensor], others: list[torch.Tensor], own: torch.Tensor, first: int, end: int
+        self, pieces: list[torch.Tensor], others: list[torch.Tensor], own: torch.Tensor, part: slice
     ) -> None:
         step = _BLOCK_BYTES // self._real.itemsize
-        total = own.new_empty(min(step, end - first))
-        for start in range(first, end, step):
-            block = slice(start, min(start + step, end))
-            part = total[: block.stop - start]
-            add_pieces([one[block] for one in pieces], self._order.last_merges, [one[block] for one in others], part)
-            own[block].copy_(part)
+        total = own.new_empty(min(step, part.stop - part.start))
+        for start in range(part.start, part.stop, step):
+            block = slice(start, min(start + step, part.stop))
+            room = total[: block.stop - start]
+            add_pieces([one[block] for one in pieces], self._order.last_merges, [one[block] for one in others], room)
+            own[block].copy_(room)
 
     # -- through the arena ---------------------------------------------------------------------------------
 

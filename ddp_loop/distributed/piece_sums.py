@@ -85,21 +85,17 @@ def add_pieces(
     elif len(pieces) == 2:
         torch.add(pieces[0], pieces[1], out=out)
     else:
-        _add_tree(pieces, last_merges, out)
+        sums = list(pieces)
+        own: set[int] = set()  # those that may be written
+        room: torch.Tensor | None = out  # for the first sum, which all others join
+        for left, right in additions(last_merges):
+            if left in own:
+                sums[left].add_(sums[right])
+            elif right in own:
+                sums[left] = torch.add(sums[left], sums[right], out=sums[right])
+            else:
+                sums[left] = torch.add(sums[left], sums[right], out=room)
+                room = None
+            own.add(left)
     for one in others:
         out.add_(one)
-
-
-def _add_tree(pieces: Sequence[torch.Tensor], last_merges: Iterable[int], out: torch.Tensor) -> None:
-    sums = list(pieces)
-    own: set[int] = set()  # those that may be written
-    room: torch.Tensor | None = out  # for the first sum, which all others join
-    for left, right in additions(last_merges):
-        if left in own:
-            sums[left].add_(sums[right])
-        elif right in own:
-            sums[left] = torch.add(sums[left], sums[right], out=sums[right])
-        else:
-            sums[left] = torch.add(sums[left], sums[right], out=room)
-            room = None
-        own.add(left)

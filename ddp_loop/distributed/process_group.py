@@ -54,7 +54,7 @@ class ProcessGroups:
 
     Raises:
         PeerFailed: not all ranks joined.
-        ValueError: the script's group is not that of the launcher, or has no backend for the CPU; or a rank has
+        ValueError: the script's group is not the launcher's, or has no backend for the CPU; or a rank has
             another kind of device.
         RuntimeError: the exchange in memory was asked for, and cannot be had.
     """

@@ -20,6 +20,7 @@ from ddp_loop.elastic import (
     PEER_FAILED_EXIT,
     UNSAVED_EXIT,
     flush_output,
+    is_reported,
     leave_error,
     show_unless_reported,
 )
@@ -58,6 +59,11 @@ def follow_launcher() -> None:
         report_to_launcher.is_alone = True  # type: ignore[attr-defined]
 
 
+def is_shown_by_launcher() -> bool:
+    """Whether `python -m ddp_loop run` has started this process, which prints a failure once for all ranks."""
+    return getattr(report_to_launcher, "is_alone", False)
+
+
 def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     """Have the launcher show the error of this rank: torchrun in its summary, `run` alone and once.
 
@@ -65,7 +71,7 @@ def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     culprit's.
     """
     is_peer = isinstance(error, PeerFailed)
-    is_alone = getattr(report_to_launcher, "is_alone", False)
+    is_alone = is_shown_by_launcher()
     text = ""
     if isinstance(error, PeerFailed):
         line = text = error.summary
@@ -106,7 +112,9 @@ class LineHook:
         if line is None:
             self.usual(kind, error, trace)
         elif is_interrupt(error):
-            _end_at_exit(INTERRUPTED_EXIT, line, error)
+            report_to_launcher(error, RankStatus())  # it came while the world was left
+            if not is_reported(error):
+                _end_at_exit(INTERRUPTED_EXIT, line, error)
         else:
             lines = [cut_text(line, _SHOWN_LETTERS), *getattr(error, "__notes__", ())]
             sys.stderr.write("".join(f"{one}\n" for one in lines))

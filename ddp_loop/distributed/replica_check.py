@@ -2,7 +2,7 @@
 
 [Note: When] A rank that does something alone mostly does it in every step. So a loop compares after its first step,
 after the tenth, then at intervals, and once more when it ends, since a short run has no hundredth step. An evaluation
-compares its model, since its result would otherwise be that of several models.
+compares its model, since several models would otherwise share a result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.determinism import Leaf, checksum_all, leaves
 from ddp_loop.distributed.failures import PeerFailed
-from ddp_loop.distributed.replicas import find_modules, find_parameters
+from ddp_loop.distributed.replicas import each_module, find_modules, find_parameters
 from ddp_loop.distributed.world import World
 
 _MOST_NAMES = 3
@@ -40,7 +40,7 @@ class ReplicaMismatch(RuntimeError):
 
 
 def kept_by(prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Leaf]]:
-    """The leaves of a value of the state that is no module, by name; an optimizer's by those of its parameters."""
+    """The leaves of a value of the state that is no module, by name; an optimizer's by its parameters' names."""
     if isinstance(value, nn.Module):
         return
     if not isinstance(value, Optimizer):
@@ -115,18 +115,14 @@ def settings_of(state: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _forms(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return [f"{name} ({str(one.dtype).removeprefix('torch.')}, {tuple(one.shape)})" for name, one in tensors.items()]
-
-
-def describe_difference(rows: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
+def describe_difference(rows: Iterable[Iterable[int]], names: Sequence[str]) -> str | None:
     """Which ranks differ from the others, and in which tensors; None if all are equal.
 
     Args:
-        rows: checksums of each rank, (T,) each.
+        rows: T checksums of each rank.
         names: of the T tensors.
     """
-    values = [tuple(row.tolist()) for row in rows]
+    values = list(map(tuple, rows))
     if len(set(values)) <= 1:
         return None
     places = [number for number, column in enumerate(zip(*values, strict=True)) if len(set(column)) > 1]
@@ -165,7 +161,7 @@ class _ReplicaDigest:
     where: str
     names: list[str]
     sums: HostCopy
-    settings: Mapping[str, str]
+    settings: dict[str, str]
 
     @property
     def number(self) -> int:
@@ -175,9 +171,10 @@ class _ReplicaDigest:
         return int.from_bytes(digest[:8], "little") >> 1 | 1
 
 
-def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, str]) -> _ReplicaDigest:
+def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: dict[str, str]) -> _ReplicaDigest:
     """Take checksums of these tensors, without waiting for a GPU."""
-    return _ReplicaDigest(where, _forms(tensors), HostCopy(checksum_all(list(tensors.values()))), settings)
+    names = [f"{name} ({str(one.dtype).removeprefix('torch.')}, {tuple(one.shape)})" for name, one in tensors.items()]
+    return _ReplicaDigest(where, names, HostCopy(checksum_all(list(tensors.values()))), settings)
 
 
 def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
@@ -185,13 +182,13 @@ def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
     numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes, which nearly always are equal
     if taken is None or 0 in numbers or len(set(numbers)) == 1:
         return None
-    own = dict(zip(taken.names, taken.sums.wait().tolist(), strict=True)), dict(taken.settings)
+    own = dict(zip(taken.names, taken.sums.wait().tolist(), strict=True)), taken.settings
     sums, settings = zip(*world.gather(own), strict=True)
     sums = _without_late_buffers(sums)
     names = [tuple(each) for each in sums]
     if len(set(names)) > 1:
         return _describe_names(names)
-    different = describe_difference([torch.tensor([*each.values()], device="cpu") for each in sums], names[0])
+    different = describe_difference([each.values() for each in sums], names[0])
     return ", and ".join(filter(None, [_describe_settings(settings), different])) or None
 
 
@@ -218,7 +215,7 @@ class ReplicaCheck:
         state: of the job, by name.
         world: from `join_world`; it keeps which buffers may differ, and what is never compared.
         interval: the number of steps between two comparisons; with 0 there are none.
-        rules: for single buffers, by name; those of the rule "local" may differ between ranks.
+        rules: for single buffers, by name; buffers of the rule "local" may differ between ranks.
 
     Attributes:
         due: the next iteration that it looks at; infinity where it never does.
@@ -232,12 +229,11 @@ class ReplicaCheck:
         self._pending: _ReplicaDigest | None = None
         self._folds = 0
         self.due: float = 0 if self._interval else math.inf
-        for prefix, module in find_modules(state).items():
-            for name, owner in module.named_modules(prefix=prefix):
-                own = [key for key, _ in owner._buffers.items() if f"{name}.{key}" in self._without]
-                world.own_buffers.update((type(owner), key) for key in own)
-                if interval == 0:
-                    world.uncompared.add(owner)
+        for name, owner in each_module(find_modules(state)).items():
+            own = [key for key, _ in owner._buffers.items() if f"{name}.{key}" in self._without]
+            world.own_buffers.update((type(owner), key) for key in own)
+            if interval == 0:
+                world.uncompared.add(owner)
 
     def before(self, iteration: int, *, had_gradients: bool) -> None:
         """The first shard of a step is next."""
@@ -250,7 +246,7 @@ class ReplicaCheck:
         """
         self.check_pending()
         made = self._folds
-        self._folds = self._folds + 1
+        self._folds += 1
         if result.iteration % self._interval == 0 or made in _FIRST:
             self._snapshot(f"At the fold of step {result.iteration}")
             if not self._world.accelerator.is_asynchronous:

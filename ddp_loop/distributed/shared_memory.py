@@ -59,7 +59,7 @@ class Segment:
             raise OSError(errno.ENOSYS, "the system has no memfd_create")
         descriptor = os.memfd_create("ddp_loop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            size = max(aligned(size), _ALIGN)
+            size = aligned(size)
             os.posix_fallocate(descriptor, 0, size)  # otherwise a page that is missing later ends the process
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:

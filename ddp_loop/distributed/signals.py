@@ -107,7 +107,7 @@ class Signals:
         return "interrupt" if times == 2 else "exit"
 
     def pass_on(self, number: int) -> None:
-        """Pass a signal that is no request to the former wakeup descriptor, such as that of an event loop."""
+        """Pass a signal that is no request to the former wakeup descriptor, such as an event loop's."""
         if self._wakeup_before != -1:
             with suppress(OSError):
                 os.write(self._wakeup_before, bytes([number]))
@@ -151,7 +151,7 @@ class WorkerSignals:
     def starting(self) -> Iterator[None]:
         """Start workers inside, which SIGINT and SIGTERM do not end if a loop takes them as requests."""
         self.has_workers = True
-        self._started = self._started + 1
+        self._started += 1
         self._needed.value = self._started if _taken else _NONE
         before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # until the workers have their handlers
         try:

@@ -106,7 +106,7 @@ class Stops:
 
         Args:
             inner: a loop that has stopped already.
-            why: the reason; by default that of the request.
+            why: the reason; by default the request's.
 
         Returns:
             The reason.

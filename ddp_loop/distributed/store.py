@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from ddp_loop.distributed.failures import (
-    STAGES,
+    STAGE_NUMBERS,
     PeerFailed,
     PeerGone,
     RankReport,
@@ -148,7 +148,8 @@ class RankStore:
             # A rank notes why it leaves before it closes its connections, so one that did not was killed.
             came = self._wait_for((_FAILURE, *left), 0.0 if isinstance(error, PeerGone) else _FAILURE_WAIT_S)
             if came is None and isinstance(error, PeerGone):
-                where = max(error.where, self._last_place(error.rank), key=_progress)
+                places = error.where, self._last_place(error.rank)
+                where = max(places, key=lambda one: (one.step, STAGE_NUMBERS.get(one.stage, 0)))
                 self._set_failure(describe_gone(self.names[error.rank], where), error.rank, where)
             elif came != _FAILURE:
                 self._call_all({left[came]} if came is not None else set(), timeout_s)
@@ -257,7 +258,3 @@ class RankStore:
             if time.monotonic() > deadline:
                 return None
             time.sleep(_LOOK_S)
-
-
-def _progress(where: RankStatus) -> tuple[int, int]:
-    return where.step, STAGES.index(where.stage) if where.stage in STAGES else 0

@@ -26,15 +26,6 @@ from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """An order of pieces; as `PieceOrder`."""
-
-    pieces: tuple[int, ...]
-    last_merges: tuple[int, ...]
-    is_any: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SumNode:
     """A sum in a tree over pieces: those from `first` to `end`, of its halves; a piece itself without them."""
 
@@ -72,28 +63,19 @@ def merges_of(node: SumNode | None, leaves: Collection[SumNode]) -> list[int]:
     return [*left, *right[:-1], right[-1] + 1]
 
 
-@dataclass(frozen=True, slots=True)
-class MachineOrder:
-    """How one machine takes part in a flat sum.
-
-    Attributes:
-        nodes: the order of each sum that it sends, over its ranks' pieces.
-        parts: for each of these, which of a rank's own pieces it adds up.
-        between: the order of what the machines send.
-    """
-
-    nodes: list[Order]
-    parts: list[slice]
-    between: Order
-
-
-def machine_order(order: PieceOrder, machines: Sequence[range], own_rank: int) -> MachineOrder:
+def machine_order(
+    order: PieceOrder, machines: Sequence[range], own_rank: int
+) -> tuple[list[PieceOrder], list[slice], PieceOrder]:
     """Cut an order over all ranks into those inside of a rank's machine and between the machines. See [Note: One tree].
 
     Args:
         order: over all ranks.
         machines: the ranks of each, in order.
         own_rank: that rank.
+
+    Returns:
+        The order of each sum that the machine sends, over its ranks' pieces; for each of these, which of the rank's own
+        pieces it adds up; and the order of what the machines send.
     """
     starts = [sum(order.pieces[:rank]) for rank in range(len(order.pieces) + 1)]
     tree = tree_of(order.last_merges)
@@ -103,22 +85,22 @@ def machine_order(order: PieceOrder, machines: Sequence[range], own_rank: int) -
     parts = []
     for node in sent[own]:
         added = {rank: range(max(node.first, starts[rank]), min(node.end, starts[rank + 1])) for rank in own}
-        nodes.append(Order(tuple(map(len, added.values())), tuple(merges_of(node, ()))))
+        nodes.append(PieceOrder(tuple(map(len, added.values())), tuple(merges_of(node, ())), is_any=False))
         mine = added[own_rank]
         parts.append(slice(mine.start - starts[own_rank], mine.start - starts[own_rank] + len(mine)))
     leaves = [*chain(*sent.values())]
     counts = tuple(map(len, sent.values()))
     is_any = sum(counts) <= 2 and max(counts) == 1
-    return MachineOrder(nodes, parts, Order(counts, tuple(merges_of(tree, leaves)), is_any))
+    return nodes, parts, PieceOrder(counts, tuple(merges_of(tree, leaves)), is_any)
 
 
+@dataclass(eq=False, slots=True)
 class Stages:
     """An operation under way: a first part that has begun, and the rest, which is done in the wait."""
 
-    def __init__(self, first: Work, rest: Callable[[], None]) -> None:
-        self.first = first
-        self.rest = rest
-        self.is_over = False
+    first: Work
+    rest: Callable[[], None]
+    is_over: bool = False
 
     def is_completed(self) -> bool:
         return self.is_over
@@ -127,6 +109,7 @@ class Stages:
         return self.first.wait()
 
 
+@dataclass(eq=False)
 class TwoLevelBackend:
     """Collectives in memory inside machines, and over gloo between their leaders.
 
@@ -137,12 +120,15 @@ class TwoLevelBackend:
         rank: of this process.
     """
 
-    def __init__(self, local: MemoryBackend, leaders: GlooBackend | None, machines: Sequence[range], rank: int) -> None:
-        self.local = local
-        self.leaders = leaders
-        self.machines = machines
-        self.rank = rank
-        self.size = machines[-1].stop
+    local: MemoryBackend
+    leaders: GlooBackend | None
+    machines: Sequence[range]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.machines[-1].stop
 
     def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
         first = self.local.start_sum(tensor, what)
@@ -219,20 +205,20 @@ class TwoLevelFlatSum:
         self._local = backend.local
         self._dtype = dtype
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
-        cut = machine_order(order, backend.machines, backend.rank)
+        nodes, parts, between = machine_order(order, backend.machines, backend.rank)
         # A machine without shards sends -0.0, with its ranks' tails.
-        nodes = cut.nodes or [Order((0,) * self._local.size, ())]
-        self._parts = cut.parts or [slice(0, 0)]
+        nodes = nodes or [PieceOrder((0,) * self._local.size, (), is_any=False)]
+        self._parts = parts or [slice(0, 0)]
         host = torch.device("cpu")
         self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]
         self._has_pieces = any(part.stop > part.start for part in self._parts)
-        self._length = padded(count, cut.between)
+        self._length = padded(count, between)
         self._between: FlatSum | None = None
         if backend.leaders is not None:
             self._leaders = backend.leaders
-            self._between = self._leaders.flat_sum(cut.between, self._length, real, host)
+            self._between = self._leaders.flat_sum(between, self._length, real, host)
         self._sent: list[list[torch.Tensor]] = []
-        self._own = torch.empty(0, device="cpu")
+        self._own: torch.Tensor  # the row of the sum
 
     def empty(self) -> torch.Tensor:
         return self._sums[0].empty().view(self._dtype)

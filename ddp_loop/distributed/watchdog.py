@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ddp_loop.distributed.failures import RankReport, RankStatus
-from ddp_loop.distributed.processes import set_line
+from ddp_loop.distributed.processes import is_shown_by_launcher, set_line
 from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, is_outside
@@ -237,7 +237,7 @@ class Watchdog:
             line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
             self._pending = KeyboardInterrupt("a second Ctrl-C")
             set_line(self._pending, line)
-            self._limit(_END_S, INTERRUPTED_EXIT, f"{line}\n")
+            self._limit(_END_S, INTERRUPTED_EXIT, "" if is_shown_by_launcher() else f"{line}\n")
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)

@@ -56,9 +56,10 @@ class _PrintingHandler(logging.Handler):
 
 
 _LOGGER = logging.getLogger("ddp_loop")
+if _LOGGER.level == logging.NOTSET:
+    _LOGGER.setLevel(logging.INFO)
 if not _LOGGER.handlers:  # else the script has its own
     _LOGGER.addHandler(_PrintingHandler())
-    _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False
 
 
@@ -82,7 +83,7 @@ class World:
     """
 
     def __init__(
-        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str = "auto"
+        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str
     ) -> None:
         self.rank = place.rank
         self.size = place.size
@@ -92,7 +93,7 @@ class World:
         self.timeout_s = timeout_s
         self._closers: list[Callable[[], None]] = [partial(torch.set_num_threads, torch.get_num_threads())]
         self._refusal: str | None = None  # why no collective can run now
-        self.blocked_because: str | None = None  # why only those of the current step can run; set by its fold
+        self.blocked_because: str | None = None  # why only the current step's can run; set by its fold
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
         self._groups: ProcessGroups | None = None
         # A world of one has no groups and a store of its own.
@@ -418,13 +419,13 @@ class World:
         self.ended_by = error
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
-        if error is not None and not isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed):
+            report_to_launcher(shorten(error), self.where)
+        elif error is not None:
             self.explain(error)
             shorten_refusal(error)
             report_to_launcher(error, self.where)
             self.store.set_failure(error, self.where)
-        elif error is not None:
-            report_to_launcher(shorten(error), self.where)
         try:
             if error is None:
                 self._run_deferred()

@@ -6,7 +6,7 @@ The first one is passed on, and the ranks stop with a checkpoint; all that ended
 passed on too, and what still runs after 2 s is killed; the third kills at once. SIGTERM is passed on likewise, and
 SIGHUP as SIGTERM, since its default would end a rank without a checkpoint; after `nohup` it is ignored.
 
-An agent whose ranks are done waits up to 300 s for those of the other hosts. After Ctrl-C all hosts end, but torch's
+An agent whose ranks are done waits up to 300 s for the other hosts' agents. After Ctrl-C all hosts end, but torch's
 agent leaves without a word on the host that got it. This one tells the others that it is done. After SIGTERM it does
 not: the other hosts go on without this one.
 """
@@ -111,6 +111,8 @@ class Agent(LocalElasticAgent):
                 self._stops_to_restart = False
                 raise
             self._is_interrupted = second.sigval == signal.SIGINT
+            if self._ranks is not None:
+                self._ranks.are_ended = self._is_interrupted
             try:
                 self._close_ranks(second.sigval, _SECOND_S)
             except SignalException:

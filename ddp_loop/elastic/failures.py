@@ -116,6 +116,14 @@ def describe(
     return "\n".join(lines) + "\n"
 
 
+def describe_interrupt(endings: Sequence[Ending]) -> str:
+    """The line about ranks of which each ended by a second Ctrl-C: where one was, if it said so."""
+    for one in sorted(endings):
+        if one.line and not one.is_shown:
+            return f"{_of_first(one)}\n"
+    return "ddp_loop: all ranks were ended by a second Ctrl-C\n"
+
+
 def describe_rest(endings: Sequence[Ending], after: Sequence[str]) -> str:
     """The lines that follow: how the ranks ended that still ran, and what comes next.
 

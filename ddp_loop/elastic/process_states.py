@@ -49,12 +49,11 @@ def lacked_memory(kills_before: int | None) -> bool | None:
 
 
 def _of_own_group() -> list[Path]:
-    """The files of this process's control groups that count such kills."""
+    """The files of this process's control groups that count such kills, where they are there."""
     found = []
     with suppress(OSError, ValueError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            for controller in {*controllers.split(",")} & _COUNTERS.keys():
-                file = _CGROUPS / controller / path.strip("/") / _COUNTERS[controller]
-                found += [file] if file.exists() else []
+            there = {*controllers.split(",")} & _COUNTERS.keys()
+            found += [_CGROUPS / controller / path.strip("/") / _COUNTERS[controller] for controller in there]
     return found

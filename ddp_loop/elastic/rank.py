@@ -13,6 +13,7 @@ import linecache
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ START = "DDP_LOOP_START"  # in the ranks' environment: how `run` was started
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's error
 ADVICE = ".advice"  # added to the name of that file
 _REPORTED = "_ddp_loop_is_reported"  # of an exception
-_LETTERS = 8000
+_LETTERS = 8000  # of an error; of a longer one the middle is left out
 _OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "__main__.py"))
 
 
@@ -57,7 +58,11 @@ def run_as_main(words: Sequence[str]) -> None:
     module.__loader__ = loader
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+    try:
+        exec(code, module.__dict__)
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would raise in the interpreter's end
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -156,13 +161,19 @@ def leave_error(
     now = time.time()
     if not path:
         return
-    facts: dict[str, object] = {"py_callstack": text[-_LETTERS:], "timestamp": str(int(now))}
+    facts: dict[str, object] = {"py_callstack": _cut(text), "timestamp": str(int(now))}
     if not is_shown:
         facts |= {"at": now, "where": where, "is_peer": is_peer, "is_shown": False}
     with suppress(OSError):
-        _write_whole(path, json.dumps({"message": {"message": line[-_LETTERS:], "extraInfo": facts}}))
+        _write_whole(path, json.dumps({"message": {"message": _cut(line), "extraInfo": facts}}))
         if not is_shown:
             setattr(error, _REPORTED, True)
+
+
+def _cut(text: str) -> str:
+    """The beginning, with the script's lines and the error's kind, and the end of a text with too many letters."""
+    half = _LETTERS // 2
+    return text if len(text) <= _LETTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def leave_advice(advice: str) -> bool:

@@ -22,11 +22,12 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_loop.elastic.failures import Ending, describe, describe_rest, read_ending
+from ddp_loop.elastic.failures import Ending, describe, describe_interrupt, describe_rest, read_ending
 from ddp_loop.elastic.process_states import GRACE_S, INTERRUPTED_EXIT, is_stopped, lacked_memory, oom_kills
 from ddp_loop.elastic.rank import ADVICE
 
 _LOOK_S = 0.02
+_INTERRUPTED = (0, INTERRUPTED_EXIT, -signal.SIGINT)
 
 
 class RankProcesses:
@@ -36,6 +37,9 @@ class RankProcesses:
         context: torch's `SubprocessContext`, which has just started them.
         ranks: their numbers in the world, by their numbers on this host.
         timeout_s: from SIGTERM to SIGKILL.
+
+    Attributes:
+        are_ended: whether a second Ctrl-C ends them.
     """
 
     def __init__(self, context: Any, ranks: dict[int, int], timeout_s: int) -> None:
@@ -43,6 +47,7 @@ class RankProcesses:
         self._ranks = ranks
         self._processes = {local: handler.proc for local, handler in context.subprocess_handlers.items()}
         self._timeout_s = timeout_s
+        self.are_ended = False
         self._sent: set[tuple[int, int]] = set()  # a rank's number on this host, and a signal that it was sent
         self._stopped: set[int] = set()
         self._left: list[int] = []  # the ranks that still ran when a failure was described
@@ -53,11 +58,15 @@ class RankProcesses:
 
     def _describe(self) -> None:
         """Describe a failure, while some ranks may still run."""
+        endings = self._endings()
+        if self.are_ended and all(one.is_by_launcher or one.exit_code in _INTERRUPTED for one in endings):
+            sys.stderr.write(describe_interrupt(endings))
+            return
         self._left = [self._ranks[local] for local in self._running() if not self._has_word(local)]
         is_terminal = sys.stderr.isatty()
         width = shutil.get_terminal_size().columns if is_terminal else None
         is_coloured = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        sys.stderr.write(describe(self._endings(), self._left, is_coloured=is_coloured, width=width))
+        sys.stderr.write(describe(endings, self._left, is_coloured=is_coloured, width=width))
 
     def describe_rest(self, again: str) -> None:
         """Describe how the ranks ended that still ran then, and what comes next, or else what the user can do."""
@@ -66,8 +75,7 @@ class RankProcesses:
 
     def are_interrupted(self) -> bool:
         """Whether all ended well or by the Ctrl-C that was passed on to them."""
-        ends = (0, INTERRUPTED_EXIT, -signal.SIGINT)
-        return all(process.poll() in ends for process in self._processes.values())
+        return all(process.poll() in _INTERRUPTED for process in self._processes.values())
 
     def _endings(self) -> list[Ending]:
         """How the ranks ended, or are about to end, of which this is known."""
@@ -99,7 +107,7 @@ class RankProcesses:
         for path in self._context.error_files.values():
             with suppress(OSError):
                 found.append(Path(f"{path}{ADVICE}").read_text("utf-8"))
-        return found
+        return [*filter(None, found)]
 
     def _has_word(self, local: int) -> bool:
         return os.path.exists(self._context.error_files[local])

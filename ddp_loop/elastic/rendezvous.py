@@ -58,19 +58,21 @@ class StaticRendezvous(StaticTCPRendezvous):
             RendezvousConnectionError: they do not, or the port is taken.
         """
         if self._store is None or self.master_port == 0:  # a new store has no keys of ranks that have ended
+            host = self.master_addr
             try:
-                self._store = self._make_store(self.master_addr, self.master_port, self.world_size)
+                if self.world_size == 1:
+                    self._store = host_store(self.master_port)
+                elif self.rank == 0:
+                    listener = listen_at(host, self.master_port)
+                    self._store = serve_store(listener, host, self.world_size, self.timeout)
+                else:
+                    self._store = dist.TCPStore(
+                        host, self.master_port, self.world_size, is_master=False, timeout=self.timeout
+                    )
             except (OSError, RuntimeError) as error:  # torch's errors of a store are among the latter
                 raise RendezvousConnectionError(str(error)) from error
         bootstrap = RendezvousStoreInfo(self.master_addr, self._store.port)
         return RendezvousInfo(dist.PrefixStore(self.run_id, self._store), self.rank, self.world_size, bootstrap)
-
-    def _make_store(self, host: str, port: int, size: int) -> dist.TCPStore:
-        if size == 1:
-            return host_store(port)
-        if self.rank == 0:
-            return serve_store(listen_at(host, port), host, size, self.timeout)
-        return dist.TCPStore(host, port, size, is_master=False, timeout=self.timeout)
 
 
 class CheckedBackend(RendezvousBackend):

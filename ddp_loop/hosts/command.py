@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ddp_loop.distributed import RankEnv, launcher_store, read_rank_env
-from ddp_loop.hosts.facts import Facts, facts_of, is_seen, shared_file
+from ddp_loop.hosts.facts import Facts, facts_of, shared_file
 from ddp_loop.hosts.links import Link, Listener, connect_all, measure_rounds
 from ddp_loop.hosts.verdict import Bounds, Findings, table, verdict
 
@@ -128,8 +128,8 @@ def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
         if shared is not None and place.rank == 0:
             problem = ending.enter_context(shared_file(shared))
         words = ranks.gather("facts", {**asdict(facts), "folder": problem}, options.timeout_s)
-        problem = next(iter([word.pop("folder") for word in words.values()]), "")
-        every = {rank: _read(Facts, {**word, "address": tuple(word["address"])}) for rank, word in words.items()}
+        problem = next(iter(words.values()))["folder"]
+        every = {rank: _read(Facts, word) for rank, word in words.items()}
         found = Findings(place.size, every, problem=problem, timeout_s=options.timeout_s)
         return _connected(ranks, place, found, shared, token)
 
@@ -171,10 +171,14 @@ def _read(kind: type[_Kind], word: dict[str, Any]) -> _Kind:
 
 
 def _sees(path: Path) -> bool:
+    """Whether a file is there in time; the folder is listed, since NFS keeps what it has listed."""
     deadline = time.monotonic() + _SEEN_S
-    while not (seen := is_seen(path)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if path.name in os.listdir(path.parent):
+                return True
         time.sleep(_LOOK_S)
-    return seen
+    return False
 
 
 def add_hosts(add: Callable[..., Any], say: Callable[[str], None]) -> None:

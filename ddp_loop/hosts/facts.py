@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
 import shutil
@@ -39,7 +38,7 @@ class Facts:
         versions: of each thing whose versions must be equal, by its name.
         digests: of the code and of the data, by their names.
         free_bytes: on the disk of the run folder; None without a folder.
-        gpus: in words, by index.
+        count_of_gpus: the number of its GPUs.
         no_peer_access: pairs of GPUs, by index.
         problem: what could not be found, in words.
     """
@@ -51,7 +50,7 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     free_bytes: float | None = None
-    gpus: list[str] = field(default_factory=list)
+    count_of_gpus: int = 0
     no_peer_access: list[tuple[int, int]] = field(default_factory=list)
     problem: str = ""
 
@@ -81,7 +80,7 @@ def facts_of(place: RankEnv, run: Path | None, data: Path | None, script: Path |
         versions=versions(),
         digests=digests,
         free_bytes=None if run is None else free_bytes(run),
-        gpus=[str(gpu) for _, gpu in gpus],
+        count_of_gpus=len(gpus),
         no_peer_access=[(a, b) for a, one in gpus for b, other in gpus if a != b and not reaches(one, other)],
         problem=problem,
     )
@@ -151,9 +150,9 @@ def _spread(length: int, most: int) -> list[int]:
 
 def free_bytes(folder: Path) -> float | None:
     """The free bytes where a folder is, or will be; None if unknown."""
-    there = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.exists()), None)
     with suppress(OSError):
-        return None if there is None else float(shutil.disk_usage(there).free)
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        return float(shutil.disk_usage(there).free)
     return None
 
 
@@ -180,10 +179,3 @@ def shared_file(path: Path) -> Iterator[str]:
         with suppress(OSError):
             if made:
                 run.rmdir()
-
-
-def is_seen(path: Path) -> bool:
-    """Whether a file is there; the folder is listed first, since NFS keeps what it has listed."""
-    with suppress(OSError):
-        return path.name in os.listdir(path.parent)
-    return False

@@ -185,7 +185,7 @@ def measure(connection: socket.socket) -> Link:
 
 
 def _rate(connection: socket.socket, way: str, trip_s: float) -> float:
-    """Bits in a second: those of a first try, or of enough bytes to take 0.3 s."""
+    """Bits in a second, by a first try, or by enough bytes to take 0.3 s."""
 
     def timed(size: int) -> float:
         began = time.perf_counter()

@@ -12,6 +12,7 @@ from ddp_loop.hosts.links import Link
 MOST_PROBLEMS = 12
 _PART_OF_MEDIAN = 0.25  # a slower link is slow, whatever the bound is
 _LEAST_FREE = 2**30  # bytes
+_CLOCK_S = 1.0  # the most between two clocks
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,10 @@ class Bounds:
     Attributes:
         gbit_s: of a link between hosts, at least.
         round_trip_ms: of a link, at most.
-        clock_s: between two clocks, at most.
     """
 
     gbit_s: float = 0.5
     round_trip_ms: float = 10.0
-    clock_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def table(found: Findings) -> list[str]:
         free = "-" if one.free_bytes is None else f"{one.free_bytes / 2**30:.1f} GiB"
         facts = one.versions | one.digests
         rows.append(
-            [str(one.rank), one.host, address, *(facts.get(name, "-") for name in names), free, str(len(one.gpus))]
+            [str(one.rank), one.host, address, *(facts.get(name, "-") for name in names), free, str(one.count_of_gpus)]
         )
     lines = _aligned(rows)
     if found.links:
@@ -109,8 +108,7 @@ def problems(found: Findings, bounds: Bounds) -> list[str]:
         *(f"Rank {one.rank} on {found.host(one.rank)}: {one.problem}" for one in found.facts.values() if one.problem),
         *_unequal(found),
         *_unreachable(found),
-        *_slow(found, bounds),
-        *_clocks(found, bounds),
+        *_bad_links(found, bounds),
         *_folder(found),
     ]
 
@@ -165,7 +163,7 @@ def _unreachable(found: Findings) -> Iterator[str]:
         )
 
 
-def _slow(found: Findings, bounds: Bounds) -> Iterator[str]:
+def _bad_links(found: Findings, bounds: Bounds) -> Iterator[str]:
     slowest = {pair: min(link.bits_per_s, link.bits_per_s_back) / 1e9 for pair, link in found.links.items()}
     usual = median(slowest.values()) if slowest else 0.0
     for (rank, other), link in sorted(found.links.items()):
@@ -187,11 +185,7 @@ def _slow(found: Findings, bounds: Bounds) -> Iterator[str]:
                 f"{between} has a round trip of {trip_ms:.3g} ms, more than {bounds.round_trip_ms:g}. Take hosts that "
                 "are closer to each other, or pass a higher --max-round-trip-ms."
             )
-
-
-def _clocks(found: Findings, bounds: Bounds) -> Iterator[str]:
-    for (rank, other), link in sorted(found.links.items()):
-        if abs(link.clock_s) > bounds.clock_s + link.round_trip_s / 2:
+        if abs(link.clock_s) > _CLOCK_S + link.round_trip_s / 2:
             words = "ahead of" if link.clock_s > 0 else "behind"
             yield (
                 f"The clock of {found.host(other)} is {abs(link.clock_s):.1f} s {words} that of {found.host(rank)}. "

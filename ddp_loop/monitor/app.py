@@ -117,7 +117,7 @@ class AccessControl:
         return None
 
     def _is_own(self, place: str, address: str) -> bool:
-        """Whether //host:port is this server; a literal address must be that of the connection."""
+        """Whether //host:port is this server; a literal address must be the connection's."""
         try:
             parts = urlsplit(place)
             name = (parts.hostname or "").lower()

@@ -243,7 +243,7 @@ def _check_png(data: bytes) -> None:
 
 
 def list_console(run: Path) -> list[str]:
-    """Return the names of the console's files, those of ranks in their order."""
+    """Return the names of the console's files, the ranks' in their order."""
     names = []
     with suppress(OSError), opened(run / CONSOLE) as folder:
         for name in os.listdir(folder):

@@ -38,7 +38,7 @@ from ddp_loop.checkpoint import (
     USAGE,
 )
 from ddp_loop.monitor.run_state import RunState, finite
-from ddp_loop.reporting import FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run, text_of
+from ddp_loop.reporting import EVALUATION, FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run, text_of
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
@@ -67,7 +67,6 @@ WATCHED = frozenset(
         USAGE,
     )
 )
-EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
 MOST_VALUES = 64
 MOST_TITLE = 100
 
@@ -213,6 +212,7 @@ class RunSummary:
             "config": parameters_of(record.parameters),
             "trial": self._trial(),
             "note": record.note or None,
+            "why": self._run.why(),
             "tables": self._tables(),
         }
 
@@ -326,7 +326,7 @@ class RunList:
     def _look(self) -> None:
         deadline = time.monotonic() + READ_S
         version = self.now.version + 1
-        runs: dict[str, RunSummary] = {}  # other threads see those of the last look meanwhile
+        runs: dict[str, RunSummary] = {}  # other threads see the last look's meanwhile
         lines: dict[str, tuple[int, str]] = {}
         for folder, name in self._find():
             run = self._runs.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
@@ -356,7 +356,7 @@ class RunList:
                     yield folder, _named(name)
 
     def _key_of(self, folder: str, name: str) -> str:
-        """Return a run's unique name for requests; it remains that of its folder."""
+        """Return a run's unique name for requests; its folder keeps it."""
         if folder not in self._keys:
             parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
             base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)

@@ -1,7 +1,7 @@
 """The monitor's process: its socket, its token, its link, and its end.
 
-[Note: Beside training] The page is served by a process that training does not depend on. That of the command ends with
-Ctrl-C. That of `Loop(monitor=True)` ignores the terminal's Ctrl-C, which is meant for the run, so that the page can
+[Note: Beside training] The page is served by a process that training does not depend on. The command's ends with
+Ctrl-C. The one of `Loop(monitor=True)` ignores the terminal's Ctrl-C, which is meant for the run, so that the page can
 show how the run ended; it ends when the script has ended and no browser has shown the page for 10 seconds.
 """
 

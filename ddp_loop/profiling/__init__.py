@@ -1,4 +1,4 @@
-"""Profiles: where the time of a step goes on each rank, and what that suggests."""
+"""Profiles: where the time of a step goes on each rank, and hints that follow from it."""
 
 from ddp_loop.profiling.clock import BACKWARD, COMMUNICATION, DATA, FOLD, FORWARD, PhaseClock
 from ddp_loop.profiling.command import CannotProfile, profile

@@ -1,8 +1,8 @@
 """The clock of a profile: a rank's time, cut into the phases of its steps.
 
 [Note: One cut, one phase] Each cut ends a phase and begins the next one, so the phases of a step add up to the step
-exactly, and what no cut claims is "other". On a GPU a cut is an event on the device's stream, not a moment of the host:
-a phase then lasts from the moment when the device reaches its first kernel until it reaches that of the next phase.
+exactly, and time that no cut claims is "other". On a GPU a cut is an event on the device's stream, not a moment of the
+host: a phase then lasts from the moment when the device reaches its first kernel until it reaches the next phase's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PhaseClock:
             self._marks[-2] = None, self._marks[-2][1]
 
     def stop(self) -> None:
-        """Measure no more; what followed the last whole step does not count."""
+        """Measure no more; the time after the last whole step does not count."""
         if self._measures:
             self._measures = False
             for hook in self._hooks:
@@ -104,7 +104,7 @@ class PhaseClock:
                 self._range.__enter__()
 
     def cut_outside(self) -> None:
-        """Begin what is outside of a step's own parts: the script's lines, or the optimizer's step with a closure."""
+        """Begin the phase outside of a step's own parts: the script's lines, or the optimizer's step with a closure."""
         self.cut(self._outside)
 
     def wait(self) -> float:

@@ -31,7 +31,7 @@ def profile(
     """Run a script until its steps are measured, and report where their time goes.
 
     Each Loop ends after the measured steps, and the script goes on. No Loop has a run folder, so nothing of the user's
-    is written or resumed. What was measured is reported also where the script fails or is stopped.
+    is written or resumed. The measured times are reported even if the script fails or is stopped.
 
     Args:
         script: its path.

@@ -1,4 +1,4 @@
-"""What the times of a profile suggest: three hints at most, each with the figure that it follows from."""
+"""Hints from the times of a profile: three at most, each with the figure that it follows from."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _of_phase(ranks: Sequence[RankTimes], phase: str, what: str, remedy: str) ->
 
 
 def _excess(slow: RankTimes, ranks: Sequence[RankTimes]) -> tuple[str, float]:
-    """The phase in which a rank takes longer than the others, and what it takes on the others, in seconds."""
+    """The phase in which a rank takes longer than the others, and its time on the others, in seconds."""
     others = {
         phase: statistics.median(one.phases[phase] for one in ranks if one is not slow)
         for phase in PHASES
@@ -118,7 +118,7 @@ def _workers(ranks: Sequence[RankTimes], where: Surroundings) -> str:
             f"{where.workers} {'worker is' if where.workers == 1 else 'workers are'} too slow. Try num_workers="
             f"{2 * where.workers}, or do less for each sample."
         )
-    # So many read in the time of the rest of a step what one reads now; one more for the ends of epochs.
+    # So many workers read a step's data in the time of the rest of the step; one more for the ends of epochs.
     number = min(math.ceil(slow.phases[DATA] / rest) + 1, max(where.cores, _MOST_WORKERS))
     return f"Read them in other processes: dl.Batches(..., num_workers={number})."
 
@@ -131,7 +131,7 @@ def _host_reads(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
     if (number := sum(most.reads.values())) < 0.5:
         return
     place = max(most.reads, key=lambda name: most.reads[name])
-    share = most.phases[OTHER] / most.step_s  # what follows a read waits in no other phase
+    share = most.phases[OTHER] / most.step_s  # the work after a read waits in no other phase
     yield Hint(
         max(share, 0.5),
         f"The script makes the host wait for the device {number:.3g} times a step, at {place}"

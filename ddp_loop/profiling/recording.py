@@ -95,7 +95,7 @@ class StepProfile:
         self._reads[f"{Path(file).name}:{line}"] += 1
 
     def close(self) -> None:
-        """Report what was measured so far, and measure no more."""
+        """Report the steps measured so far, and measure no more."""
         self._world.forget(self.close)
         if not self._began:
             return  # the loop made no step

@@ -1,4 +1,4 @@
-"""The times of all ranks: what one rank sends, the table in a terminal, the file in a run folder."""
+"""The times of all ranks: as one rank sends them, as a table in a terminal, as a file in a run folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankTimes:
 
     @classmethod
     def of(cls, rank: int, steps: int, spent: Mapping[str, float], **others: Any) -> RankTimes:
-        """Those of `steps` steps that spent so many seconds in each phase."""
+        """The times of `steps` steps that spent so many seconds in each phase."""
         phases = {phase: seconds / max(steps, 1) for phase, seconds in spent.items()}
         return cls(rank, steps, sum(phases.values()), phases[COMMUNICATION], phases, **others)
 
@@ -71,7 +71,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, world: World, workers: int | None, warm_up: int, asked: int) -> Surroundings:
-        """Those of this process."""
+        """The surroundings of this process."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(
@@ -96,7 +96,7 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured on all ranks, and what follows from it.
+    """The measured times of all ranks, and the hints that follow from them.
 
     Attributes:
         where: the surroundings.
@@ -114,12 +114,12 @@ class Profile:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
-        """What `as_json` returned."""
+        """Restore a profile from the values of `as_json`."""
         ranks = tuple(RankTimes(**one) for one in values["ranks"])
         return cls(Surroundings(**values["where"]), ranks, tuple(values["hints"]))
 
     def heading(self) -> str:
-        """How many steps, where, and what is missing, in words."""
+        """How many steps, where, and which ranks are missing, in words."""
         where = self.where
         steps = min((one.steps for one in self.ranks), default=0)
         short = "" if steps == where.asked else f" of {where.asked}"

@@ -25,6 +25,7 @@ from ddp_loop.reporting.rows import (
 )
 from ddp_loop.reporting.run_records import (
     ENDED,
+    EVALUATION,
     NO_RUNS_BELOW,
     TRIAL,
     RunRecord,
@@ -33,6 +34,7 @@ from ddp_loop.reporting.run_records import (
     is_lower_better,
     plain_reason,
     read_run,
+    shown_name,
     state_of,
     text_of,
     total_steps,
@@ -58,6 +60,7 @@ from ddp_loop.reporting.throughput import as_clock, slowest
 __all__ = [
     "AGAIN",
     "ENDED",
+    "EVALUATION",
     "FAILED_TRIAL",
     "NORM",
     "NO_RUNS_BELOW",
@@ -107,6 +110,7 @@ __all__ = [
     "plain_reason",
     "png",
     "read_run",
+    "shown_name",
     "slowest",
     "state_of",
     "text_of",

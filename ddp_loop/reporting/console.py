@@ -102,7 +102,7 @@ class Unrecorded:
 
 
 def follow_instead(before: Any, now: Any) -> None:
-    """Let the logs that follow a stream follow its substitute too, such as that of a live display."""
+    """Let the logs that follow a stream follow its substitute too, such as a live display's."""
     if now is not before:
         for one in list(_chain(before)):
             one.log.follow(now)

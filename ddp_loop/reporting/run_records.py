@@ -45,6 +45,7 @@ from ddp_loop.reporting.jsonl import Columns, JsonlTail, columns_of, count, is_a
 from ddp_loop.reporting.rows import is_averaged, weighing_columns
 
 TRIAL = "trial.json"
+EVALUATION = "evaluation."  # before the name of a value of `evaluate`, as in a sweep's objective
 ENDED = ("done", "stopped", "left", "failed")
 NO_RUNS_BELOW = frozenset(  # names of folders
     {
@@ -98,7 +99,7 @@ class RunRecord:
         folder: its absolute path.
         state: see `state_of`.
         parameters: of the trial, or else from `Loop(config=...)`; flat, by name, without the run's own folder.
-        rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
+        rows, evaluations: the loss and the metrics of the updates, and of `evaluate`, by name.
         epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
             This and the next two are read for a table alone.
         logged: the values of `Loop.log`, by name.
@@ -147,6 +148,11 @@ def is_lower_better(name: str) -> bool:
     rmse, mae, nll, wer or cer. For any other name, such as accuracy, the best value is the highest.
     """
     return _LOWER.search(name) is not None
+
+
+def shown_name(name: str) -> str:
+    """Return a value's name as it is shown: "eval loss" for "evaluation.loss", and others as they are."""
+    return f"eval {name.removeprefix(EVALUATION)}" if name.startswith(EVALUATION) else name
 
 
 def state_of(folder: Path, status: Mapping[str, Any], trial: Mapping[str, Any]) -> str:
@@ -256,8 +262,7 @@ class _RunReader:
             run, trial, status = (self._content(one, read_json) or {} for one in (RUN, TRIAL, STATUS))
             objective = text_of(trial.get("objective"))
             direction = text_of(trial.get("direction"))
-            # An objective of `evaluate` has this prefix.
-            decides = "" if objective is None else objective.removeprefix("evaluation.")
+            decides = "" if objective is None else objective.removeprefix(EVALUATION)
             wants_lower = {decides: direction != "maximize"} if decides and self._highest is None else {}
             is_lower = lambda value: not self._highest and wants_lower.get(value, is_lower_better(value))  # noqa: E731
             files = [self._evaluations, self._logged, self._rows]

@@ -12,6 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import best_of, read_json
-from ddp_loop.reporting.run_records import RunRecord, checkpoints_of, find_runs, is_lower_better, read_run
+from ddp_loop.reporting.run_records import RunRecord, checkpoints_of, find_runs, is_lower_better, read_run, shown_name
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
 
+_EVALUATED = re.compile(r"(?i)^\s*(best )?(?:evaluation\.|evaluated )")  # other names of "eval loss"
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?\S)\s*")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
@@ -41,7 +43,7 @@ _OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ran
 Row = Mapping[str, Any]
 _Value = tuple[str, str]  # the attribute of a RunRecord that has it, its name there
 _KINDS = {  # of values that can decide, and what these are called; the first is what they are called in a message
-    "evaluations": ("evaluated {}", "eval {}", "{}"),
+    "evaluations": ("eval {}", "{}"),
     "epoch_means": ("epoch {}", "{}"),
     "logged": ("{}", "logged.{}"),
     "scores": ("{}",),
@@ -55,8 +57,8 @@ _PARAMETER = 2
 _DULL = 10  # of a column that is the first to be left out
 _LEAST_WHY = 24
 _BOLD = 1
-_RED = 31  # of any other state: failed, killed, lost
-_COLORS = {"running": 32, "done": 36, "waiting": 2, "starting": 2, "pruned": 2}
+_RED = 31  # of any other state: failed, killed
+_COLORS = {"running": 32, "done": 36, "waiting": 2, "starting": 2, "pruned": 2, "lost": 35}
 _COLORS |= dict.fromkeys(("stopping", "stopped", "left", "interrupted"), 33)
 _SHOWN = 12  # common parameters in a line
 
@@ -146,7 +148,7 @@ def _row_of(one: RunRecord, labels: Mapping[str, str], columns: Mapping[str, Map
     Args:
         one: its record.
         labels: the columns of parameters, by their names.
-        columns: those of values, by the attribute of the record that has them and by their names.
+        columns: the columns of values, by the attribute of the record that has them and by their names.
     """
     row: dict[str, Any] = {labels[name]: value for name, value in one.parameters.items()}
     for kind, names in columns.items():
@@ -159,7 +161,7 @@ def _row_of(one: RunRecord, labels: Mapping[str, str], columns: Mapping[str, Map
 
 
 def column_named(given: str, columns: Sequence[str], others: Iterable[str] = ()) -> str:
-    """Return the column that the user names; case, "-" and "_" do not count.
+    """Return the column that the user names; case, "-" and "_" do not count. "evaluation.loss" is "eval loss".
 
     Raises:
         ValueError: there is none; the message has the nearest one, or `columns`.
@@ -174,7 +176,7 @@ def column_named(given: str, columns: Sequence[str], others: Iterable[str] = ())
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[-_\s]+", " ", name).strip().lower()
+    return re.sub(r"[-_\s]+", " ", _EVALUATED.sub(r"\1eval ", name)).strip().lower()
 
 
 def filtered(table: RunTable, conditions: Iterable[str]) -> list[dict[str, Any]]:
@@ -399,9 +401,11 @@ def _text_of(query: RunQuery) -> str:
     table, rows = _selected(query)
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else None
-    heading = f"{len(table.rows)} run{'' if len(table.rows) == 1 else 's'} in {query.folder}"
+    states = Counter(row["state"] for row in table.rows)
+    heading = f"{len(table.rows)} run{'' if len(table.rows) == 1 else 's'} in {query.folder}: "
+    heading += ", ".join(f"{number} {state}" for state, number in states.most_common())
     if query.where:
-        heading += f", {len(rows)} of them with {' and '.join(query.where)}"
+        heading += f"; {len(rows)} of them with {' and '.join(query.where)}"
     lines = [heading, *_about_sweep(query.folder), *_common_line(table, width), ""]
     shown, left_out = fitting(table, rows, width)
     if rows:
@@ -418,7 +422,7 @@ def _about_sweep(folder: Path) -> list[str]:
     if sweep is None:
         return []
     name = short_name(str(sweep.get("name", folder.name)))
-    objective = sweep.get("objective") or "evaluated loss or loss"
+    objective = shown_name(str(sweep.get("objective") or "eval loss or loss"))
     return [f"Sweep {name}: objective {short(objective)}, {short(sweep.get('direction'))}"]
 
 
@@ -469,7 +473,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         folder: to search.
         say: prints lines.
         by: the value that decides, from evaluations, else the means over epochs, else `Loop.log`; by default a sweep's
-            objective, and of other runs the evaluated loss, else the score of `Loop.save`. The lowest is the best for
+            objective, and of other runs the eval loss, else the score of `Loop.save`. The lowest is the best for
             losses, errors (see `is_lower_better`) and scores, the highest for other values.
         highest: whether the highest value is the best one in any case.
 
@@ -495,7 +499,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         say(f"{folder}: {missing}")
         return False
     value, at, record = (min if lower else max)(found, key=itemgetter(0))
-    name = name or record.objective or "value"
+    name = name or shown_name(record.objective or "value")
     facts = {
         "run": short_name(record.name),
         short_name(name): f"{value:.6g}{'' if at is None else f' at step {at}'}, "
@@ -525,7 +529,7 @@ def _decided(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> 
         found = _best_of_each(records, decides)
     kind, value = decides
     name = _KINDS[kind][0].format(value)
-    what = "evaluated loss or a score" if by is None else name
+    what = "eval loss or a score" if by is None else name
     names = ", ".join(map(short_name, list(values)[:5])) or "loss"
     missing = f"No run has a finite {what}. Pass --by NAME, such as {names}."
     return name, not highest and (kind == "scores" or is_lower_better(value)), found, missing

@@ -35,7 +35,7 @@ def slowest(ranks: Sequence[RankTiming]) -> int | None:
 
 
 class RankTimings:
-    """Publishes the timing of this rank, and gathers those of all on rank 0.
+    """Publishes the timing of this rank, and gathers all ranks' timings on rank 0.
 
     Args:
         store: of the world.

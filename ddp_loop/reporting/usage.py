@@ -38,7 +38,7 @@ def processor_s() -> float:
     for process in _descendants("self"):
         with suppress(OSError, ValueError, IndexError):  # it has ended since
             fields = (_PROCESSES / process / "stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # its own, and that of its children that ended
+            ticks += sum(map(int, fields[11:15]))  # its own, and its ended children's
     return sum(own[:4]) + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -22,7 +22,7 @@ _MOST_IN_A_KEY = 250
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it: as a path, it must not be that of another name, such as a//b."""
+    """A name as MLflow takes it: no two names may be one path, as a//b and a/b are."""
     key = _NOT_IN_A_KEY.sub("_", name)[:_MOST_IN_A_KEY]
     if posixpath.normpath(key) != key or key == "." or key.startswith(("..", "/")):
         key = re.sub(r"[/.]", "_", key) or "_"
@@ -63,8 +63,8 @@ class _Mlflow:
                 keep(run.folder / KEPT, {"run": known.info.run_id})
         self._client = client
         self._run = known.info.run_id
-        # MLflow keeps every point. A resumed run repeats steps, whose points are there. What one process sends is
-        # never a repetition: a step may have two evaluations, or a row and a logged value of one name.
+        # MLflow keeps every point. A resumed run repeats steps, whose points are there. The points of one process
+        # are never repetitions: a step may have two evaluations, or a row and a logged value of one name.
         self._sent = {
             key: max((one.step for one in client.get_metric_history(self._run, key)), default=-1)
             for key in known.data.metrics
@@ -121,7 +121,7 @@ class _Mlflow:
 
 
 def _plain(name: str) -> str:
-    """A name as that of a file; where that changes it, a sum of its bytes tells it from others."""
+    """A name as a file's name; where that changes it, a sum of its bytes tells it from others."""
     plain = re.sub(r"[^\w\-]", "_", name, flags=re.ASCII)
     return plain if plain == name else f"{plain}-{hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()[:8]}"
 

@@ -1,4 +1,4 @@
-"""Points of curves on their way to a service: what sinks have in common that draw curves."""
+"""Points of curves on their way to a service: the common part of sinks that draw curves."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PointQueue:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the waiting points."""
         if self._means.rows:
             values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
             for name in BESIDE:
@@ -104,13 +104,13 @@ def require(package: str) -> None:
 
 
 def keep(path: Path, content: Mapping[str, Any]) -> None:
-    """Write what a resumed run needs to a file of the run folder, whole or not at all: a process may be killed here."""
+    """Write a file for a resumed run into the run folder, whole or not at all: a process may be killed here."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(path)
 
 
 def kept(run: RunStart, name: str) -> dict[str, Any] | None:
-    """Read what an earlier process of a resumed run kept; None for a new run."""
+    """Read the file that an earlier process of a resumed run kept; None for a new run."""
     path = None if run.folder is None or run.iteration == 0 else run.folder / name
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None

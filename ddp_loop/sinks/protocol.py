@@ -1,4 +1,4 @@
-"""What a sink is: it takes all that a run reports, on rank 0."""
+"""The protocol of a sink, which takes all that a run reports, on rank 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sink(Protocol):
         """Called before anything else, also when a run resumes.
 
         Args:
-            run: the run; what came after its iteration is written again.
+            run: the run; everything after its iteration is written again.
         """
 
     def __call__(self, row: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Sink(Protocol):
         """
 
     def flush(self) -> None:
-        """Write what came so far; called before each checkpoint, and at the end of the loop."""
+        """Write all that came so far; called before each checkpoint, and at the end of the loop."""
 
     def ended(self, error: BaseException | None) -> None:
         """Take how the script left the world, just before `close`.
@@ -82,4 +82,4 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Write what came so far, and close; called when the world is left."""
+        """Write all that came so far, and close; called when the world is left."""

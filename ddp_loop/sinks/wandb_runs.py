@@ -69,8 +69,8 @@ class _Wandb:
     def _send(self, points: list[Point]) -> None:
         """Send values of steps that no earlier process sent: a resumed run repeats steps.
 
-        What one process sends is never a repetition: a step may have two evaluations of one name, or two texts. All is
-        noted before, so that a killed process has sent nothing that is not noted.
+        The values of one process are never repetitions: a step may have two evaluations of one name, or two texts. All
+        is noted before, so that a killed process has sent nothing that is not noted.
         """
         lines = []
         for kind, values, iteration, _ in points:

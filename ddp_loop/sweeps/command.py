@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "keywords": (dict, "a table"),
     "space": (dict, "a table"),
     "points": (list, "a list of tables, [[points]]"),
-}  # the others are checked as those of `sweep`
+}  # the others are checked as `sweep` checks its arguments
 KNOWN = (*USUAL, *KINDS, "slots")
 HIDDEN = ":***@"  # where a URL had its password
 

@@ -32,6 +32,7 @@ from ddp_loop.checkpoint import (
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import (
     AGAIN,
+    EVALUATION,
     SWEEP,
     SWEEP_LOCK,
     TRIAL,
@@ -50,7 +51,6 @@ LOOK_S = 0.2
 _PRIVATE = 0o700
 _MAY_CHANGE = ("began", "trials", "storage", "id", "name")
 _FORMER_OBJECTIVE = ("objective", "loss", None)  # the usual one of an older version, which stays
-EVALUATION = "evaluation."  # prefix of an objective that `evaluate` computes
 
 
 @contextmanager
@@ -322,7 +322,7 @@ class Objective:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Objective:
-        """That of a sweep's arguments."""
+        """The objective in a sweep's arguments."""
         name = facts["objective"]
         return cls(name or "loss", facts["direction"], facts["report_every"], name is None)
 

@@ -241,7 +241,7 @@ def run_trial(job: Job, parameters: Mapping[str, Scalar], folder: str) -> dict[s
 
 @contextmanager
 def _output_in(path: Path) -> Iterator[None]:
-    """Append what this process prints to a file, that of C++ and of its children too."""
+    """Append the output of this process to a file, with the output of C++ and of its children."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = os.dup(1), os.dup(2)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.checkpoint import read_json
 from ddp_loop.elastic import program_name
-from ddp_loop.reporting import TRIAL, has_workers, trial_folder
+from ddp_loop.reporting import TRIAL, has_workers, shown_name, trial_folder
 from ddp_loop.sweeps.folders import STUDY, Ending, Objective, begun_folder, end_attempt, forget_stop, write_trial
 from ddp_loop.sweeps.jobs import FunctionJob, Point
 from ddp_loop.sweeps.plan import SweepPlan, make_plan
@@ -250,7 +250,7 @@ def say_results(results: Sequence[TrialResult], folder: Path, objective: Objecti
     valued = [one for one in results if one.status == "done" and one.value is not None]
     if valued:
         best = objective.best(valued, key=lambda one: one.value)
-        name = best.objective or objective.name
+        name = shown_name(best.objective or objective.name)
         say(f"Best: trial {best.trial} ({in_words(best.parameters)}), {name} {best.value:.6g} ({best.folder})")
     if failed:
         say(f"Run them again: {program_name()} sweep again {folder}")

@@ -30,7 +30,7 @@ from typing import Any
 from ddp_loop.accelerators import gpu_count, gpu_visibility
 from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
-from ddp_loop.reporting import as_clock, trial_folder
+from ddp_loop.reporting import as_clock, shown_name, trial_folder
 from ddp_loop.sweeps.folders import (
     Ending,
     ObjectiveReader,
@@ -303,7 +303,7 @@ class SweepWorker:
         if value is None:
             found = objective.ending(running.folder, running.reader)
         if found.value is not None and not isfinite(found.value):
-            return Ending("not finite", None, f"{found.objective} is {found.value}")
+            return Ending("not finite", None, f"{shown_name(found.objective or objective.name)} is {found.value}")
         return found
 
     def _progress(self) -> str:
@@ -391,7 +391,7 @@ def left_s(took_s: Sequence[float], gone_s: Sequence[float], trials: int, at_onc
 
 def line_of(claim: Claim, ending: Ending) -> str:
     """How a trial ended, for a line of a terminal."""
-    value = "" if ending.value is None else f", {ending.objective} {ending.value:.6g}"
+    value = "" if ending.value is None else f", {shown_name(ending.objective or 'value')} {ending.value:.6g}"
     why = f": {shortened(ending.why)}" if ending.why and ending.status not in ("pruned", "done") else ""
     return f"Trial {claim.trial} ({in_words(claim.parameters)}) {ending.status}{value}{why}"
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SLURM = "slurm"
 LOCAL = "local"
 INSTALL = "pip install 'ddp_loop[slurm]'"
-JOBS = "slurm"  # the folder of the jobs' logs, below that of the sweep
+JOBS = "slurm"  # the folder of the jobs' logs, below the sweep's
 TIMEOUT_MIN = 24 * 60  # at most, unless it is given; a job whose time is over goes on in another one
 MOST_JOBS = 1000  # the times that a job is put in line again
 ASK_S = 60.0  # for an answer of Slurm

@@ -1,7 +1,7 @@
 """The trials of a sweep in an Optuna storage, where any number of workers take them, each trial once.
 
 [Note: Attempts] A trial of a sweep is one or more of Optuna's trials, its attempts: the first, one more each time its
-worker died, and one more when it shall run again. Its state is that of its newest attempt. An attempt that failed
+worker died, and one more when it shall run again. Its state is its newest attempt's. An attempt that failed
 without an ending was interrupted. Two workers may notice a dead one at the same time, and both add an attempt of the
 same number; then the one that Optuna numbered first counts, and whoever takes another one withdraws it. That is
 decided after the attempt was taken, when both are in the storage, so no trial runs twice.
@@ -135,7 +135,7 @@ class TrialQueue:
             self._storage.set_study_user_attr(self._study_id, name, value)
 
     def add_trials(self, space: Space) -> None:
-        """Add those of the space's trials that the storage does not have yet. One process may call this at a time."""
+        """Add the space's trials that the storage does not have yet. One process may call this at a time."""
         known = {attempt.trial for attempt in self._attempts()}
         for trial in range(space.trials):
             if trial not in known:

@@ -2,11 +2,11 @@
 
 [Note: Units] A difference is relative to the largest value of its tensor; for rows and numbers of the state, to the
 largest value in all steps. A tensor may consist of rounding errors only, so a hundredth of the largest value of its
-companions is used if that is more. The companions of a gradient are all gradients. Those of an optimizer's state of a
-parameter are its states of the same name for the other parameters. Those of a buffer are the buffers of the same module
+companions is used if that is more. The companions of a gradient are all gradients. An optimizer's state of a
+parameter has its states of the same name for the other parameters. A buffer has the buffers of the same module
 and shape. For parameters, the median of their largest values is used. The tolerance is the rounding of a sum after a
 few steps: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types, 0 for integers. So an error of one percent in a
-float32 gradient is 100 tolerances. "Bits" is the number of last bits of the largest value that the difference reaches.
+float32 gradient is 100 tolerances.
 
 [Note: Untouched elements] An element whose gradient was exactly 0 in every fold of both runs (a row of an embedding
 that no sample used) got the same update in both. Only a common factor can be rounded there, so the tolerance is 16
@@ -120,14 +120,12 @@ class Mismatch:
         name: of the tensor.
         step, stage: in which it occurs.
         tolerances: the difference in units of the tolerance.
-        bits: the difference as a number of last bits.
     """
 
     name: str
     step: int
     stage: str
     tolerances: float = math.inf
-    bits: float = math.inf
 
     @property
     def place(self) -> tuple[int, int]:
@@ -136,7 +134,7 @@ class Mismatch:
 
 
 def rounding_of(trace: Trace) -> float:
-    """The tolerance of a job's results: that of its parameters' narrowest dtype."""
+    """The tolerance of a job's results: the one of its parameters' narrowest dtype."""
     names = [name for _, name in trace.common(trace.numbers[0]) if kind_of(name) == "parameter"]
     forms = [trace.head["tensors"][name.removeprefix("parameter ")][0] for name in names]
     return max((_tolerance_of(getattr(torch, form.removeprefix("torch."))) for form in forms), default=0.0)
@@ -152,7 +150,7 @@ def compare_values(
         other: another.
         tolerance: for all values; by default the larger one of a value's dtype and of the parameters' dtypes.
     """
-    meter = _DifferenceMeter(tolerance or rounding_of(one), tolerance is not None)
+    meter = DifferenceMeter(tolerance or rounding_of(one), tolerance is not None)
     found: list[Mismatch] = []
     for step in one.numbers:
         here = one.values(step)
@@ -161,11 +159,11 @@ def compare_values(
         meter.add(here, there)
         for key in words[0] | words[1]:
             if key in here or key in there:
-                tolerances, bits = meter.measure(key[1], here.get(key), there.get(key))
+                tolerances = meter.measure(key[1], here.get(key), there.get(key))
             else:
-                tolerances, bits = (0.0, 0.0) if words[0].get(key) == words[1].get(key) else (math.inf, math.inf)
+                tolerances = 0.0 if words[0].get(key) == words[1].get(key) else math.inf
             if tolerances:
-                found.append(Mismatch(key[1], step, key[0], tolerances, bits))
+                found.append(Mismatch(key[1], step, key[0], tolerances))
     above = [each for each in found if each.tolerances > 1]
     first = min(above, key=lambda each: (*each.place, -each.tolerances), default=None)
     kinds = {kind: [each for each in found if kind_of(each.name) == kind] for kind in KINDS}
@@ -174,13 +172,12 @@ def compare_values(
 
 def is_close(one: float, other: float, tolerance: float) -> bool:
     """Whether two numbers are equal up to the relative tolerance."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return True
-    return abs(one - other) <= tolerance * max(abs(one), abs(other), _SMALL)
+    is_near = math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * _SMALL)
+    return is_near or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass
-class _DifferenceMeter:
+class DifferenceMeter:
     """Measures the values of one step after another. See [Note: Units] and [Note: Untouched elements].
 
     Args:
@@ -213,26 +210,26 @@ class _DifferenceMeter:
         own = _tolerance_of(tensor.dtype)
         return own and (self.rounding if self.is_given else max(self.rounding, own))
 
-    def measure(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
-        """The difference of two values in tolerances and in bits."""
+    def measure(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+        """The difference of two values in tolerances."""
         if one is None or other is None:
-            return math.inf, math.inf
+            return math.inf
         kind = kind_of(name)
         scale = _FLOOR * self.companions.get(_companions(name, one), 0.0)
         if kind in ("row", "state"):
             scale = max(scale, self.largest.get(name, 0.0), _SMALL if kind == "row" else 0.0)
-        relative, bits = apart(one, other, scale)
+        relative = apart(one, other, scale)
         tolerance = self._tolerance(one)
         tolerances = relative / tolerance if tolerance else (math.inf if relative else 0.0)
         if kind == "parameter" and 0 < relative < math.inf:
             tolerances = max(tolerances, self._of_untouched(name.removeprefix("parameter "), one, other))
-        return tolerances, bits
+        return tolerances
 
     def _of_untouched(self, owner: str, one: torch.Tensor, other: torch.Tensor) -> float:
         untouched = self.untouched.get(owner)
         if self.is_given or untouched is None or untouched.shape != one.shape or not bool(untouched.any()):
             return 0.0
-        relative, _ = apart(one[untouched], other[untouched], largest_of(one))
+        relative = apart(one[untouched], other[untouched], largest_of(one))
         return relative / min(_UNTOUCHED * torch.finfo(one.dtype).eps, self._tolerance(one))
 
 
@@ -268,11 +265,12 @@ def gradient_scale(gradient: torch.Tensor, largest: float) -> float:
 
 def largest_of(tensor: torch.Tensor) -> float:
     """The largest finite magnitude."""
-    wide = _wide(tensor).abs()
+    wide = widened(tensor).abs()
     return float(torch.nan_to_num(wide, nan=0.0, posinf=0.0).max()) if tensor.numel() else 0.0
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the widest dtype of its kind."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -280,21 +278,19 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> tuple[float, float]:
-    """The difference of two values, relative to the larger of their size and `scale`, and in bits of that."""
-    nowhere = math.inf, math.inf
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
-        return nowhere
+def apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
+    """The difference of two values, relative to the larger of their size and `scale`."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
     if torch.equal(one, other):
-        return 0.0, 0.0
-    here = _wide(one)
-    there = _wide(other)
+        return 0.0
+    here = widened(one)
+    there = widened(other)
     odd = ~(here.isfinite() & there.isfinite())
     if _is_whole(one) or not torch.equal(here[odd].nan_to_num(nan=7.0), there[odd].nan_to_num(nan=7.0)):
-        return nowhere
+        return math.inf
     difference = largest_of(here[~odd] - there[~odd])
     if not difference:
-        return 0.0, 0.0  # NaN or infinite in the same places
+        return 0.0  # NaN or infinite in the same places
     against = max(largest_of(one), scale)
-    relative = difference / against if against else math.inf
-    return relative, math.log2(1 + relative / torch.finfo(one.dtype).eps)
+    return difference / against if against else math.inf

@@ -37,6 +37,7 @@ from math import log
 
 import torch
 
+from ddp_loop.distributed import as_real
 from ddp_loop.tracing.compare import Mismatch, rounding_of
 from ddp_loop.tracing.sample_sums import WHOLE, first_other
 from ddp_loop.tracing.trace import Trace
@@ -165,7 +166,7 @@ def sparse_part(gradient: torch.Tensor) -> torch.Tensor:
     """Some elements of a gradient, float64 on the CPU: enough to find linear relations between gradients."""
     flat = gradient.detach().reshape(-1)
     flat = flat[:: max(1, -(-len(flat) // _MOST))].to("cpu")
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).to(torch.float64, copy=True)
+    return as_real(flat).reshape(-1).to(torch.float64, copy=True)
 
 
 def _folded(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +224,7 @@ def explain_loss(one: Trace, other: Trace, step: int, turn: str) -> str | None:
 
     Args:
         one: the trace of a run, with values.
-        other: that of another.
+        other: another one's.
         step: in which the fold differs.
         turn: the prefix of the names of a pass, such as "pass 2, ".
     """

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ddp_loop.data import tensors_in
+from ddp_loop.distributed import as_real
+from ddp_loop.tracing.compare import widened
 
 SIZE, COUNT, ROUNDING, WHOLE = range(2, 6)  # columns of a sample's sums, after the sum and the weighted sum
 _ULPS = 64  # the rounding of a transform on other shards
@@ -54,8 +56,7 @@ def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
     there = tensor.detach().to("cpu")
     whole = not (there.is_floating_point() or there.is_complex())
     rounding = 0.0 if whole else min(_ULPS * torch.finfo(there.dtype).eps, _MOST)
-    there = torch.view_as_real(there.to(torch.complex128)) if there.is_complex() else there.to(torch.float64)
-    rows = there.reshape(len(there), -1)
+    rows = as_real(widened(there)).reshape(len(there), -1)
     weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device="cpu"))
     sums = torch.stack([rows.sum(1), (rows * weights).sum(1), rows.abs().sum(1)], 1)
     same = sums.new_tensor([rows.shape[1], max(rounding, _LEAST), whole])  # in all rows

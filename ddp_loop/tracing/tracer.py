@@ -97,7 +97,7 @@ class Tracer:
         batches: of the loop.
         state: of the loop.
         ordered: whether the loop's fold has a fixed order.
-        values: whether to keep values beside the digests: rank 0 those of the mini-batch, each rank those of its
+        values: whether to keep values beside the digests: rank 0 the mini-batch's, each rank its
         shards.
     """
 

@@ -103,10 +103,10 @@ def run_on(ranks: int, job: VerifyJob, request: TraceRequest) -> list[Trace]:
     return traces
 
 
-def last_output(folder: Path, lines: int = 12) -> str:
+def last_output(folder: Path) -> str:
     """The last lines that rank 0 printed in `run_requested`, with a heading; empty without any."""
     path = folder / "output-0.txt"
-    last = path.read_text(encoding="utf-8").splitlines()[-lines:] if path.exists() else []
+    last = path.read_text(encoding="utf-8").splitlines()[-12:] if path.exists() else []
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 

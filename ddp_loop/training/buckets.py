@@ -9,7 +9,7 @@ start strictly in bucket order, the same on every rank.
 [Note: In turn] A sum in tree order has two collectives, with this rank's additions between them. Where its waits hold
 up the device alone, as with NCCL, the start of the next sum makes the additions and starts the second collective. So
 all but the last sums are nearly done when backward ends. The order of collectives follows from the order of starts,
-which is the same on every rank, never from what has arrived. Before the next start rather than after it: so a GPU holds
+which is the same on every rank, never from arrivals. Before the next start rather than after it: so a GPU holds
 the pieces of one bucket at a time. Where a wait holds up the host, it would hold up backward, and all additions follow
 it. A sum of one collective has nothing to start, so backward does not wait for it.
 

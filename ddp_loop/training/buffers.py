@@ -6,16 +6,16 @@ the same in all shards, or have a rule from the user. A wrong value would be sil
 
 [Note: Silent writes] torch's version counter misses writes through `.data`, by norm layers' kernels, by scripted code.
 So a buffer with the same version is compared with its copy, bit by bit: on the CPU always. On a GPU the host would
-wait, so there in passes 1, 2, 4, 8, ... alone. What the first pass finds counts as written from then on. What a later
-one finds is an error, since earlier passes may have missed writes.
+wait, so there in passes 1, 2, 4, 8, ... alone. A buffer that the first pass finds counts as written from then on. In a
+later pass a find is an error, since earlier passes may have missed writes.
 
 [Note: One shard] A single shard on a single rank leaves its buffers as the whole mini-batch does, so they stay as they
 are: nothing is copied, packed or merged. Only a shard without a backward and a step that must move nothing get the
 values back that the buffers had when the step opened.
 
-[Note: After a gather] Between `step.gather` and the fold all ranks have the whole mini-batch, so what is changed there
-stays. A graph holds what the shards made of a buffer until then, and the modules are lent copies. So a buffer that a
-copy of is written has two changes, whose order the fold does not know: an error. A norm layer counts as changed only
+[Note: After a gather] Between `step.gather` and the fold all ranks have the whole mini-batch, so changes of buffers
+there stay. Graphs hold the buffers that the shards changed, and the modules are lent copies. A copy that is written is
+a second change, whose order the fold does not know: an error. A norm layer counts as changed only
 where it was called, since another one may be called after the gather.
 
 [Note: Few kernels] A network has some hundred buffers, and a GPU's host takes some microseconds for each kernel. So
@@ -123,7 +123,7 @@ class Buffer:
 
     @torch.no_grad()
     def open(self) -> bool:
-        """Begin a step; returns whether `opened` must become what it holds, since it was written since the last one."""
+        """Begin a step; returns whether `opened` must take its value, since it was written since the last one."""
         self.unseen = False
         if self.tensor is not self.home and self.now is self.tensor and _holders(self.home) <= self.holders:
             self.stand(self.home.copy_(self.tensor))
@@ -155,7 +155,7 @@ class Buffer:
 def find_buffers(
     modules: Mapping[str, nn.Module], without: set[nn.Module], buffer_reduction: Mapping[str, BufferReduction]
 ) -> dict[str, Buffer]:
-    """The buffers below `modules`, except those of the modules in `without`, by name, each once.
+    """The buffers below `modules`, except in the modules of `without`, by name, each once.
 
     Raises:
         ValueError: a rule for an unknown buffer, an unknown rule, or two rules for one buffer.
@@ -204,16 +204,16 @@ class Buffers:
         self.is_whole = is_whole
         self._all = frozenset(found)
         self._groups = lru_cache(maxsize=None)(partial(_grouped, found))
-        self._doubts: tuple[HostCopy, list[_Doubt]] | None = None  # whether each is one, and what it is about
+        self._doubts: tuple[HostCopy, list[_Doubt]] | None = None  # whether each is one, and its details
         self._passes = 0
-        self._held: list[tuple[Buffer, torch.Tensor]] = []  # what a whole mini-batch's forward left, until its fold
+        self._held: list[tuple[Buffer, torch.Tensor]] = []  # left by a whole mini-batch's forward, until its fold
         # In whose place modules have copies in this pass; each with its version.
         self._lent: dict[Buffer, tuple[torch.Tensor, int]] = {}
         self._goes_on = False  # whether a shard's backward comes later
 
     @torch.no_grad()
     def open(self) -> None:
-        """Begin a step: record what each buffer holds, if it was written since the last one.
+        """Begin a step: record each buffer's value, if it was written since the last one.
 
         Raises:
             ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently.
@@ -234,7 +234,7 @@ class Buffers:
 
     @torch.no_grad()
     def take(self, *, graph_goes_on: bool = False, is_done: bool = True) -> dict[str, torch.Tensor]:
-        """End a shard: returns what it changed, by name, and restores the buffers; a whole mini-batch's stay.
+        """End a shard: returns its changed values by name, and restores the buffers; a whole mini-batch's stay.
 
         Args:
             graph_goes_on: whether its backward comes later. Then the modules get new tensors until the fold, which
@@ -306,7 +306,7 @@ class Buffers:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore what is changed inside, and only that."""
+        """Restore the buffers that are changed inside, and only these."""
         before: list[tuple[list[tuple[Buffer, torch.Tensor]], list[torch.Tensor]]] = []
         unwritten = [one for one, (copied, version) in self._lent.items() if version_of(copied) == version]
         for group in self._groups(self._all):
@@ -341,16 +341,16 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, names: frozenset[str]) -> None:
-        """Make the buffers `names` what they were when the step opened."""
+        """Give the buffers `names` the values that they had when the step opened."""
         for group in self._groups(names):
             _assign(group, _opened(group))
 
     @torch.no_grad()
     def finish(self, is_bad: torch.Tensor | bool) -> None:
-        """End a whole mini-batch: its buffers' own tensors take what its forward left.
+        """End a whole mini-batch: its buffers' own tensors take the values that its forward left.
 
         Args:
-            is_bad: whether the step moves nothing, so that they become what they were when it opened; shape ().
+            is_bad: whether the step moves nothing, so that they get back the values from when it opened; shape ().
         """
         for buffer, value in self._held:
             if value is buffer.tensor:
@@ -361,7 +361,7 @@ class Buffers:
         self._reset(self._all, is_bad)
 
     def undo(self, is_bad: torch.Tensor | bool, besides: frozenset[str]) -> None:
-        """Make what was changed after a gather what it was when the step opened, where it `is_bad`, as in `finish`.
+        """Give buffers that changed after a gather their values of the step's start, where it `is_bad`, as in `finish`.
 
         Args:
             besides: the buffers that the shards changed.
@@ -407,7 +407,7 @@ class Buffers:
         for group, part in zip(self._groups(names), parts, strict=True):
             opened = _opened(group)
             for buffer in group:
-                buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
+                buffer.travels |= buffer.late  # all take one rank's find: a shard may have left the same bits
             values = decode(part, opened[0].dtype)
             # A list as an index would be copied to the device, for which the host waits.
             with_samples = values if len(full) == len(values) else torch.stack([values[number] for number in full])
@@ -484,7 +484,7 @@ def _decoded(tensors: list[torch.Tensor], column: torch.dtype = torch.float64) -
 
 
 def _merged(values: torch.Tensor, with_samples: torch.Tensor, group: list[Buffer], share: torch.Tensor) -> torch.Tensor:
-    """What the buffers' rule makes of the values of the shards that have samples, (S, K) to (K,).
+    """The result of the buffers' rule for the values of the shards that have samples, (S, K) to (K,).
 
     The mean is weighted by their samples, in float64; integers move by its whole part. Values that are equal on all
     shards stay so to the bit, where their mean may be rounded.

@@ -1,4 +1,4 @@
-"""Checks of a loop's steps: one protocol, and the checks of values, of what a step changes, and of the ranks' shares.
+"""Checks of a loop's steps: one protocol, and the checks of values, of a step's changes, and of the ranks' shares.
 
 A loss, gradients or state that are not finite make all ranks raise, skip or allow the step. `distributed/replica_check`
 compares the ranks' states.
@@ -16,9 +16,9 @@ an element is, so a look costs one norm for each.
 
 [Note: Before the data] When a loss is not finite, a tensor that was bad before the step's data came in explains it, and
 the samples are innocent. Right after the fold all tensors are as before the step, but for a rank's own buffers and the
-statistics that forward moved. On a GPU the look is one step late, after the bad step's update. Then only what no update
-writes was surely bad before, and others are named as bad by now. What was bad when the loop began and has a gradient is
-to blame in the first step only, since a finite step could bear it.
+statistics that forward moved. On a GPU the look is one step late, after the bad step's update. Then only tensors that
+no update writes were surely bad before, and others are named as bad by now. A tensor that was bad when the loop began
+and has a gradient is to blame in the first step only, since a finite step could bear it.
 
 [Note: Left accumulation] Each fold gives the gradient of its own mini-batch. A script that still steps its optimizer
 every k-th time, as it did to accumulate, trains on one mini-batch of k. An optimizer writes its parameters in place,
@@ -77,7 +77,7 @@ WEIGHTLESS = (
     "its gradients are 0 or None. Pass step.backward a weight above 0 for shards that count, or leave such samples out "
     "of the data."
 )
-IN_A_ROW = 100  # so many skipped steps end the run: what follows is NaN too
+IN_A_ROW = 100  # so many skipped steps end the run: later losses are NaN too
 _SHOWN = 8
 _FIRST = (1, 10)  # steps after which the state is looked at, and after every hundredth
 _EVERY = 100
@@ -87,7 +87,7 @@ TOLERATE = 'To tolerate it, pass on_nonfinite="skip" or on_nonfinite="allow".'
 
 Tensors = dict[str, torch.Tensor]
 Norms = list[tuple[list[str], HostCopy]]
-Blamed = tuple[list[str], list[str]]  # names of what is not finite: surely before the step's data, or only by now
+Blamed = tuple[list[str], list[str]]  # names of bad tensors: surely bad before the step's data, or only by now
 
 
 class Check(Protocol):
@@ -429,7 +429,7 @@ class NonFiniteStateCheck(Check):
         self._began = 0
 
     def begin(self, iteration: int) -> None:
-        """Record what is not finite when the loop begins, after this step; later calls do nothing."""
+        """Record the elements that are not finite when the loop begins, after this step; later calls do nothing."""
         if self._before is None:
             self._began = iteration
             tensors = kept_numbers(self._state)
@@ -470,7 +470,7 @@ class NonFiniteStateCheck(Check):
         self._world.raise_if_any_failed(self.found or self._judge(_norms(kept_numbers(self._state)), iteration))
 
     def _judge(self, norms: Norms, iteration: int) -> FloatingPointError | None:
-        """The error of what is bad by these norms, after this step, where it was not when the loop began."""
+        """The error of tensors that are bad by these norms, after this step, and were not when the loop began."""
         if not (suspects := _suspects(norms)):
             return None
         tensors = kept_numbers(self._state)
@@ -500,7 +500,7 @@ class NonFiniteStateCheck(Check):
     # -- a step that is not finite -------------------------------------------------------------------------
 
     def blame(self, late: bool, iteration: int) -> Blamed:
-        """What is not finite in a bad step, see [Note: Before the data]. Every rank must call this if it raises.
+        """The bad tensors of a bad step, see [Note: Before the data]. Every rank must call this if it raises.
 
         Args:
             late: whether the step's update has been made.
@@ -517,7 +517,7 @@ class NonFiniteStateCheck(Check):
         others: list[str] = []
         for name in _suspects(_norms(tensors)):
             tensor = tensors[name]
-            if moves.get(name) or not _where_bad(name, tensor).any():  # what forward moves is no part of a loss
+            if moves.get(name) or not _where_bad(name, tensor).any():  # moved statistics are no part of a loss
                 continue
             is_used = is_first and tensor.is_leaf and tensor.grad is not None  # it is no placeholder
             is_new = is_used or self._is_new(name, tensor, moves)
@@ -572,11 +572,11 @@ class NoEffectCheck(Check):
         self._looks = 0
 
     def before(self, iteration: int, *, had_gradients: bool) -> None:
-        """Compare the parameters with what they were when the last step opened."""
+        """Compare the parameters with their values when the last step opened."""
         if self._looks == _MOST_LOOKS:
             return
         versions = list(map(_VERSION, self._parameters))
-        states: list[object] = []  # of each optimizer's first parameter: what a step changes
+        states: list[object] = []  # of each optimizer's first parameter: a step changes them
         for scaler in self._scalers:  # a job gives each its scale when it begins
             versions += map(_VERSION, (scaler._scale, scaler._growth_tracker))
         for optimizer in self._optimizers:
@@ -590,7 +590,7 @@ class NoEffectCheck(Check):
             self._counts_writes = before is not None
             self._sums = None
         elif before[1] != states:
-            # What the next look compares with; a job that steps each time has had no look yet.
+            # The next look compares with these; a job that steps each time has had no look yet.
             self._sums = self._checksums() if self._looks else None
         elif had_gradients and not self._has_moved():
             self._looks = _MOST_LOOKS
@@ -724,7 +724,7 @@ class StepChecks:
         state: of the job.
         batches: of the loop.
         rules: for single buffers, by name.
-        rule: for what is not finite.
+        rule: for values that are not finite.
         interval: the number of steps between two comparisons of the ranks; 0 for none.
     """
 

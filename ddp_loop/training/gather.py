@@ -46,7 +46,7 @@ class HeldOutputs(NamedTuple):
 
 @dataclass(slots=True)
 class GatherAgreement:
-    """What the passes of a loop have in common: the outputs' specs, agreed on once, and whether there were any."""
+    """The facts that a loop's passes share: the outputs' specs, agreed on once, and whether there were any."""
 
     specs: TensorSpecs | None = None
     is_used: bool = False  # since the loop's first hold or gather

@@ -4,16 +4,16 @@
 as in the loop on one device. Where only some shards did, the others count as zeros.
 
 [Note: Left out] A copy of the model, such as a moving average, gets no gradient. In the plan it would double the bytes
-of the sums, and no bucket would be complete before backward ends. So after the first fold, what no shard of any rank
-gave a gradient is left out of the plan. When a shard gives it one, the control word says so. All ranks then agree on
-these parameters, sum them apart in that step, and plan them from the next one on. So it is with what was frozen as the
-pass opened, and is unfrozen in a shard. A rank without a shard does not see that, so plans depend on what wants a
-gradient as a pass opens, and on what the ranks agreed on. The parameters of an `AveragedModel` that no optimizer has
-stay out: a gradient that they get updates nothing, and becomes None.
+of the sums, and no bucket would be complete before backward ends. So after the first fold, the plan leaves out
+parameters that no shard of any rank gave a gradient. When a shard gives such a parameter one, the control word says so.
+All ranks then agree on these parameters, sum them apart in that step, and plan them from the next one on. The same
+holds for parameters that are frozen as the pass opens and unfrozen in a shard. A rank without a shard does not see
+that, so a plan depends on the parameters that want a gradient as a pass opens, and on the agreed ones. The parameters
+of an `AveragedModel` that no optimizer has stay out: a gradient that they get updates nothing, and becomes None.
 
 [Note: Shard by shard] In a tree order each shard's gradients are taken out of the parameters after its backward: copied
-for a left half, added for a right half. So k shards on a rank need at most log2(k) more flat tensors, and what autograd
-makes for the current shard.
+for a left half, added for a right half. So k shards on a rank need at most log2(k) more flat tensors, and the
+gradients that autograd makes for the current shard.
 
 [Note: One after another] Where a rank's shards follow one after another, autograd adds each to those before, in the
 bucket. It may write a gradient several times in a shard then, and on a GPU it adds without a copy; the other orders
@@ -76,7 +76,7 @@ _LOOK_EACH = 64  # passes; a walk over the graph of a loss takes half a microsec
 _NORM_EACH = 2**20  # gradients that a step's norm may read
 _LARGE_BYTES = 2**17  # of a gradient that is copied at once
 _SMALL_BYTES = 2**18  # of a left half that starts from -0.0; a copy reads and writes less memory
-_ALONE = sum(map(getrefcount, [object()]))  # the count of what a list alone holds
+_ALONE = sum(map(getrefcount, [object()]))  # the count of an object that a list alone holds
 _PRECISE = {torch.float32, torch.float64}  # sums over gradients can have their dtype
 _GRAD, _IS_SPARSE, _VERSION = map(attrgetter, ("grad", "is_sparse", "_version"))
 _DTYPE, _REQUIRES_GRAD = map(attrgetter, ("dtype", "requires_grad"))
@@ -149,7 +149,7 @@ class Bucket:
     def open(self) -> None:
         """Begin a pass over the shards. See [Note: Kept gradients]."""
         self.arrived.clear()
-        del self.accumulation  # what it noted of the last pass are references to views too
+        del self.accumulation  # its notes of the last pass are references to views too
         if is_held(self.memory.result):
             flats = [*self._kept_by_script, self.memory.result]
             free = next(filterfalse(is_held, flats), None)
@@ -210,7 +210,7 @@ class Accumulation:
         self._lost: int | None = None  # the place of a gradient that the script took away meanwhile
         self.grad_buffer = bucket.memory.first_piece
         self._version = self.grad_buffer.whole._version
-        # What the step's backwards left in `.grad`.
+        # Left in `.grad` by the step's backwards.
         self._expected_grads: Sequence[torch.Tensor | None] = [None] * len(bucket.parameters)
 
     def move(self) -> None:
@@ -346,7 +346,7 @@ class Accumulation:
             self._end_shard(None)
 
     def pieces(self) -> list[torch.Tensor]:
-        """What the rank sends."""
+        """The tensors that the rank sends."""
         return [(partial or self._memory.make()).whole for partial in self.partial_sums]
 
     def assign_grads(self, has_gradient: list[bool]) -> None:
@@ -361,7 +361,7 @@ class Accumulation:
         self._expected_grads = ()  # views of another sum would keep its memory
 
     def tampered(self) -> int | None:
-        """The place of a gradient that is not what the step's backwards left; None without one.
+        """The place of a gradient that is not as the step's backwards left it; None without one.
 
         It was removed or changed, or comes from another backward.
         """
@@ -430,12 +430,12 @@ class UnplannedGradients:
         bucketing: makes buckets.
 
     Attributes:
-        is_chosen: whether the plan is without what the first fold gave nothing.
+        is_chosen: whether the plan is without the parameters that the first fold gave nothing.
         names: of the left-out parameters that this rank's shards gave a gradient in this pass.
         wanting: the parameters that wanted a gradient as this pass opened.
-        averaged, awaited: those of them that the next plan is without; the awaited ones may still get a gradient, as
+        averaged, awaited: the parameters that the next plan is without; the awaited ones may still get a gradient, as
             all ranks know alike.
-        waiting: the awaited ones, and those that were frozen as this pass opened and are not planned.
+        waiting: the awaited ones, and the unplanned ones that were frozen as this pass opened.
     """
 
     def __init__(self, names: Mapping[Parameter, str], averaged: Collection[Parameter], bucketing: Bucketing) -> None:
@@ -505,7 +505,7 @@ class UnplannedGradients:
         return buckets
 
     def leave_out(self, planned: Collection[Parameter]) -> bool:
-        """Leave what no fold gave a gradient out of the next plan; returns whether there is such a parameter."""
+        """Leave parameters that no fold gave a gradient out of the next plan; returns whether there are any."""
         if all(parameter.grad is None for parameter in self._names):
             return False  # the mini-batch had no weight
         known = {*self.averaged, *(planned if self.is_chosen else ())}
@@ -530,7 +530,7 @@ class Gradients:
         parameters: by name, in the same order on every rank.
         bucketing: makes the buckets; a network that fits into the first one is summed in one collective.
         averaged: parameters that never need one; see [Note: Left out].
-        synced: whether backward contains other collectives, those of synced batch norm.
+        synced: whether backward contains other collectives, as with synced batch norm.
         takes_hooks: whether the script may have hooks on parameters.
         watch: called with each shard's number on this rank and its gradients by name; then no sum starts early.
 
@@ -668,7 +668,7 @@ class Gradients:
         A tensor factor of 0, a weight that only the device knows, adds exactly 0, never 0 * nan. A loss in bfloat16 or
         float16 is backpropagated unscaled and its gradients are multiplied: in bfloat16 a factor of 1/3 is off by
         0.2 %, and in float16 a large weight makes it 0 or infinite. With `reduce_dtype` they are multiplied in that
-        dtype, but for those of several losses, which autograd adds up in the parameters' dtype.
+        dtype, but for gradients of several losses, which autograd adds up in the parameters' dtype.
 
         Args:
             loss: shape ().
@@ -687,7 +687,7 @@ class Gradients:
         if current.shards:
             for bucket in current.buckets:
                 bucket.accumulation.begin_backward(apart=more or self._watch is not None)
-        # The backward of synced batch norm adds up what other ranks' losses give, each with its own factor.
+        # The backward of synced batch norm adds up the parts of other ranks' losses, each with its own factor.
         is_low = loss.dtype.itemsize < _FLOAT32_BYTES and not self._synced
         factor_later = None
         if isinstance(factor, torch.Tensor) or (factor != 1 and is_low):
@@ -761,7 +761,7 @@ class Gradients:
             if isinstance(factor, torch.Tensor):
                 void = factor == 0
                 # With synced batch norm the other shards' losses depend on this one's values too, and their part
-                # counts. Only what its own loss made of 0 does not.
+                # counts. Only NaN and infinity that its own loss made of 0 do not.
                 made.masked_fill_(void & ~made.isfinite() if self._synced else void, 0.0)
             if gradient is not None:
                 parameter.grad = gradient.add_(made)
@@ -794,7 +794,7 @@ class Gradients:
         current.shards += 1
 
     def _find_tampered(self) -> RuntimeError | None:
-        """The error of a gradient that is not what the step's backwards left."""
+        """The error of a gradient that is not as the step's backwards left it."""
         foreign = self.unplanned.foreign() if self.unplanned.waiting else []
         if self.current.next:
             foreign += self._written_late()
@@ -844,7 +844,7 @@ class Gradients:
 
         Returns:
             For each parameter in bucket order, whether one of the shards gave it a gradient; the extras of the last
-            bucket; and what is wrong: the gradients of a shard are gone. The length of the sums is the same then.
+            bucket; and an error if the gradients of a shard are gone. The length of the sums is the same then.
         """
         problem = self._find_tampered()
         if room + room_each * len(self._forms) != len(self.buckets[-1].memory.extras):
@@ -852,7 +852,7 @@ class Gradients:
         for bucket in self.buckets[self.current.next :]:
             bucket.accumulation.add_empty_shards()
         if self.unplanned.averaged:
-            set_grads(self.unplanned.averaged, repeat(None))  # what became of them is dropped
+            set_grads(self.unplanned.averaged, repeat(None))  # their values are dropped
         has_gradient = (
             [False] * len(self._forms) if problem is not None else list(chain(*map(_HAS_GRADIENT, self.buckets)))
         )
@@ -868,8 +868,8 @@ class Gradients:
             others: sums that are started after them.
 
         Returns:
-            To be called with the place in the extras where this rank adds 1, or None, and with what is
-            entered after all buckets have begun, and left after their sums.
+            To be called with the place in the extras where this rank adds 1, or None, and with a context
+            manager that is entered after all buckets have begun, and left after their sums.
         """
         self.plan(room, room_each)
         world = self.bucketing.world

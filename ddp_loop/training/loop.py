@@ -1,4 +1,4 @@
-"""The loop: which step comes next, what it folds, and what it records."""
+"""The loop: which step comes next, its fold and its records."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Loop:
             if problem is None:
                 self._release = self._job.release
             self.world.raise_if_any_failed(problem)
-            self.world.require_equal("Loop", dict(same))
+            self.world.require_equal("Loop", {**same, "names of state": sorted(self._job.state)})
             self._job.make_equal()
             before = streams(self.world.device)
             position = restore()
@@ -372,7 +372,7 @@ class Loop:
         self.world.stage = "data"
 
     def _end_epoch(self, loaded: LoadedBatch | None) -> None:
-        """Check what a GPU has yet to give, and after the last step the state. Every rank must call this.
+        """Check the values that a GPU has yet to give, and after the last step the state. Every rank must call this.
 
         Args:
             loaded: the last mini-batch; None if the data of the epoch have ended.

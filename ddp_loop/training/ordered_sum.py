@@ -14,26 +14,21 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from ddp_loop.data import split_sizes
-from ddp_loop.distributed import SumNode, merges_of, nodes_inside
+from ddp_loop.distributed import PieceOrder, SumNode, merges_of, nodes_inside
 
 
 @dataclass(frozen=True, slots=True)
-class ReductionOrder:
+class ReductionOrder(PieceOrder):
     """How one rank adds up its shards, and how the pieces of all ranks are added up.
 
     Attributes:
+        pieces, last_merges, is_any: as in `PieceOrder`; any order of two pieces gives the same bits (a + b is b + a).
         merges: for each of the rank's shards, how often the last two sums are added up after it.
-        pieces: for each rank, how many sums it sends; 0 for a rank without a shard.
-        last_merges: the same as `merges`, for the pieces of all ranks in rank order.
-        is_any: whether any order gives the same bits, as for two pieces (a + b is b + a); or no order was asked for.
         in_place: whether the rank's shards are added one after another into the same tensors.
         mine: the numbers of the rank's shards.
     """
 
     merges: tuple[int, ...]
-    pieces: tuple[int, ...]
-    last_merges: tuple[int, ...]
-    is_any: bool
     in_place: bool = False
     mine: range = range(0)
 
@@ -51,10 +46,10 @@ def tree_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | No
     pieces = [list(nodes_inside(tree, mine.start, mine.stop)) for mine in ranges]
     counts = tuple(map(len, pieces))
     return ReductionOrder(
-        tuple(chain(*(merges_of(node, ()) for node in pieces[rank]))),
         counts,
         tuple(merges_of(tree, set(chain(*pieces)))),
         is_any=sum(counts) <= 2 and max(counts) == 1,
+        merges=tuple(chain(*(merges_of(node, ()) for node in pieces[rank]))),
         in_place=len(ranges[rank]) <= 1,  # there is nothing to add up
         mine=ranges[rank],
     )
@@ -66,7 +61,7 @@ def rank_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | No
     mine = _ranges(carried or split_sizes(shards, ranks))[rank]
     merges = (0, *(1,) * (len(mine) - 1))[: len(mine)]
     one_by_one = (0, *(1,) * (ranks - 1))
-    return ReductionOrder(merges, (1,) * ranks, one_by_one, is_any=True, in_place=True, mine=mine)
+    return ReductionOrder((1,) * ranks, one_by_one, is_any=True, merges=merges, in_place=True, mine=mine)
 
 
 def _ranges(counts: tuple[int, ...]) -> list[range]:

@@ -1,4 +1,4 @@
-"""What a script does to parameters that a fold cannot make right: hooks on them, and training them outside of `state`.
+"""Checks for uses of parameters that a fold cannot make right: hooks on them, and training outside of `state`.
 
 [Note: Hooks] A hook on a parameter runs in each shard's backward, on that shard's part of the gradient. A clamp is then
 applied S times, to S parts. With one shard the part is the whole gradient, so the hook stays and has its plain meaning.
@@ -7,9 +7,9 @@ applied S times, to S parts. With one shard the part is the whole gradient, so t
 over the ranks and nothing clears. Whether a loss depends on such a parameter is in its graph alone, before backward
 frees it. A walk takes half a microsecond for each operation, milliseconds for a large network, so it is made in passes
 1, 2, 4, 8, 16, 32 and each 64th one, and in the first shard. A gradient alone does no harm: perceptual losses often
-leave their networks unfrozen. So what is found is an error only once it has moved, which checksums show, also of writes
-that torch does not count. On a GPU the host waits for them, in the pass after each walk that found something, and at
-the next walk.
+leave their networks unfrozen. So a found parameter is an error only once it has moved, which checksums show, even after
+writes that torch does not count. On a GPU the host waits for them, in the pass after each walk that found something,
+and at the next walk.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class OutsideParameters:
             self._found = {}
 
     def look(self, loss: torch.Tensor) -> None:
-        """Find what a loss depends on, before its backward."""
+        """Find the parameters that a loss depends on, before its backward."""
         new = {leaf: None for leaf in _leaves_of(loss) if leaf not in self._known and leaf not in self._found}
         if new:
             self._found |= new

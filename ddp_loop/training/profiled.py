@@ -24,7 +24,7 @@ from ddp_loop.training.step import Step
 
 @contextmanager
 def _phase(clock: PhaseClock, phase: str, then: str | None = None) -> Iterator[None]:
-    """A phase in the block; then another one, or what is outside of a step's own parts."""
+    """A phase in the block; then another one, or the time outside of a step's own parts."""
     clock.cut(phase)
     yield
     if then is None:
@@ -34,7 +34,7 @@ def _phase(clock: PhaseClock, phase: str, then: str | None = None) -> Iterator[N
 
 
 class ProfiledBatch(LoadedBatch):
-    """A mini-batch; to read what was not read ahead is the phase "data"."""
+    """A mini-batch; reading shards that were not read ahead is the phase "data"."""
 
     def __init__(self, loaded: LoadedBatch, clock: PhaseClock) -> None:
         self.mini_batch = loaded.mini_batch
@@ -51,7 +51,7 @@ class ProfiledBatch(LoadedBatch):
 
 
 class ProfiledReadAhead(ReadAhead):
-    """Reads mini-batches; what it takes is the phase "data".
+    """Reads mini-batches; its time is the phase "data".
 
     Args:
         batches: with the data.
@@ -126,13 +126,13 @@ class ProfiledStep(Step):
 def open_steps(
     steps: int | None, batches: Batches, where: LoopPosition, folder: Path | None, request: TraceRequest | None
 ) -> tuple[ReadAhead, Callable[..., Step]]:
-    """What reads a loop's mini-batches, and what makes its steps; those that measure where a profile is asked for.
+    """The reader of a loop's mini-batches, and the maker of its steps; they measure where a profile is asked for.
 
     Args:
         steps: the number of steps to measure, as `Loop` was given it; None for no profile.
         batches, where: of the loop; its position.
         folder: of the run; None without one.
-        request: whose profile comes before that of the script; None without one.
+        request: whose profile comes before the script's; None without one.
 
     Raises:
         ValueError: the number is no count, or the run has too few steps.

@@ -1,4 +1,4 @@
-"""What a loop records: rows, what the script logs beside them, a trace, checkpoints."""
+"""The records of a loop: rows, values that the script logs beside them, a trace, checkpoints."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def check_name(name: object, *, is_column: bool = False) -> str:
         is_column: it names a value of a line of `logged.jsonl`, which has columns of its own.
 
     Raises:
-        ValueError: it is none, or that of such a column.
+        ValueError: it is no name, or such a column has it.
     """
     if not (isinstance(name, str) and 0 < len(name) <= _MOST_LETTERS and name.isprintable()):
         what = f"{name!r:.60}" if isinstance(name, str) else type(name).__name__
@@ -134,9 +134,9 @@ def _without_schedule(state: Mapping[str, object]) -> str | None:
 
 
 class RunRecorder:
-    """Writes a loop's rows, what the script logs, its trace and its checkpoints.
+    """Writes a loop's rows, its logged values, its trace and its checkpoints.
 
-    What the script logs belongs to the current step, after the loop to its last one. It goes to the run folder, the
+    A logged value belongs to the current step, after the loop to its last one. It goes to the run folder, the
     terminal, the page, the pictures and the sinks of `on_row`; without any of them it goes nowhere.
 
     Args:
@@ -366,7 +366,7 @@ class RunRecorder:
         """Write a checkpoint where one is due, and stop where all ranks do. Every rank must call this.
 
         Args:
-            stops, saves: what all ranks decided in the step's fold.
+            stops, saves: all ranks' decisions in the step's fold.
             ends: whether the loop ends with the step.
             is_last_of_epoch: whether its epoch does.
         """
@@ -386,7 +386,7 @@ class RunRecorder:
                         checkpointer.save(position)
             elif is_last_of_epoch and self.holds:
                 world.require_collectives_allowed()
-                # A resumed run repeats what the script does before the next step.
+                # A resumed run repeats the script's lines before the next step.
                 with world.in_stage("save"):
                     self._held = checkpointer.hold(position)
             if stops or ends:
@@ -429,7 +429,7 @@ class RunRecorder:
             with self._world.in_stage("rows"):
                 self._report.rows.flush_all()
 
-    # -- what the script logs: methods of `Loop` -------------------------------------------------------------
+    # -- logging by the script: methods of `Loop` ------------------------------------------------------------
 
     def log(
         self, values: Mapping[str, Any] | None = None, /, *, over: Literal["ranks"] | None = None, **more: Any
@@ -476,7 +476,7 @@ class RunRecorder:
                 target.flush_all()
 
     def _target(self) -> LoggedValues | None:
-        """What takes it, on rank 0; None after the loop if another process runs in the folder."""
+        """The taker of logged values, on rank 0; None after the loop if another process runs in the folder."""
         target = self._report.logged
         has_ended = target is not None and self._ending is not _nothing
         if has_ended and self.checkpointer is not None and is_running(self.checkpointer.folder):
@@ -545,7 +545,7 @@ class RunRecorder:
         return None if self.checkpointer is None else self.checkpointer.asked_to_stop()
 
     def is_inside_step(self) -> bool:
-        """Whether a resumed run would not repeat what the script does now: it has no checkpoint of this moment."""
+        """Whether a resumed run would not repeat the script's work now: it has no checkpoint of this moment."""
         return self.checkpointer is not None and self._where.iteration != self._saved and not self._holds_last_step
 
     def stop_here(self, why: str) -> None:
@@ -572,7 +572,7 @@ class RunRecorder:
     def end(self, *, later: bool = False) -> None:
         """Write how the run ended, and release its folder; if `later`, when the world is left, which gives the reason.
 
-        A newer Loop in the folder does not wait for that. What waits keeps neither the state nor a copy of it alive.
+        A newer Loop in the folder does not wait for that. The waiting call keeps neither the state nor a copy alive.
         """
         world = self._world
         where = self._where

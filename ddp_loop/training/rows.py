@@ -1,14 +1,14 @@
-"""What travels beside the gradients in a step's sum: a row for each shard, its layout, and moments of batch norm.
+"""Values beside the gradients in a step's sum: a row for each shard, its layout, and moments of batch norm.
 
 [Note: Rows] Each shard has one row. Its rank fills it in, and all others leave it at -0.0, so the sum over ranks
 copies it exactly. Each rank merges the rows in shard order. A row is `weight, loss, metrics |
 batch-norm statistics | other buffers`. A rank knows the columns only from its own shards, and without samples it knows
-none. So the ranks exchange what they have at the first fold, and again only when the sum itself says that a rank has
+none. So the ranks exchange their columns at the first fold, and again only when the sum itself says that a rank has
 something new.
 
 [Note: Rows or moments] A column of statistics in each shard's row costs S x C values: for ResNet-50 on 1,024 shards
-327 MB a step, three times its gradients. Moments about the running means add up, so a rank sends those of its
-pieces alone, O(C) float64 values on any number of shards (`batch_norm/pooled`). Rows are exact, and quicker while they
+327 MB a step, three times its gradients. Moments about the running means add up, so a rank sends its pieces'
+moments alone, O(C) float64 values on any number of shards (`batch_norm/pooled`). Rows are exact, and quicker while they
 are few. So moments are used where rows would take more than `_FEW_BYTES` and more than a hundredth of the parameters'
 bytes. This depends neither on the ranks nor on the steps before, so the bits of a run do not either.
 
@@ -43,7 +43,7 @@ from ddp_loop.training.validation import (
 
 Places = tuple[str, str]  # of two shards or ranks, in words
 Modes = tuple[str, ...]  # the modules in evaluation mode, by name
-Alike = tuple[tuple[str, ...], frozenset[str], bool, tuple[Modes, ...]]  # what all shards of a mini-batch have alike
+Alike = tuple[tuple[str, ...], frozenset[str], bool, tuple[Modes, ...]]  # alike in all shards of a mini-batch
 _ALIKE = attrgetter("metrics", "summed", "weighted", "modes")  # of a `RowLayout`
 _COLUMNS = attrgetter("metrics", "summed", "weighted")
 _CHANGED_BUFFERS = attrgetter("changed_buffers")
@@ -144,7 +144,7 @@ def require_alike(layouts: Sequence[RowLayout]) -> None:
 
 
 def _unlike(where: Places, alike: Alike, other: Alike) -> ValueError:
-    """The error of two shards that differ in what all must have alike."""
+    """The error of two shards that differ where all must be alike."""
     first, second = where
     names, sums, is_weighted, (modes,) = alike
     other_names, other_sums, other_weighted, (other_modes,) = other
@@ -205,7 +205,7 @@ def _sample_fractions(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.
 
 @dataclass(slots=True)
 class ShardRecord:
-    """What one shard leaves for the fold, beside its gradients."""
+    """The values that one shard leaves for the fold, beside its gradients."""
 
     shard: Shard
     captures: Captures
@@ -368,7 +368,7 @@ def _total(losses: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(eq=False)
 class MomentSums:
-    """The moments of a step's shards: those of this rank added up, its pieces sent, the sum applied.
+    """The moments of a step's shards: this rank's added up, its pieces sent, the sum applied.
 
     Args:
         statistics: of the job.
@@ -417,7 +417,7 @@ class MomentSums:
                 piece[: len(total)].copy_(total)
 
     def _moments(self, records: Sequence[ShardRecord]) -> Iterator[torch.Tensor]:
-        """Those of each shard, (width,)."""
+        """The moments of each shard, (width,)."""
         width = self.statistics.width(self.calls)
         block = max(1, _BLOCK // width)
         for first in range(0, len(records), block):

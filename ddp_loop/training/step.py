@@ -1,7 +1,7 @@
 """One step: this rank's shards of a mini-batch, a backward for each, and the fold that makes them one.
 
-To be read from top to bottom: `Step`, what a script calls; `Fold`, one reduction over shards and ranks; `ControlWord`,
-on whose sum all ranks decide in it; `Job`, what the steps of a loop have in common.
+To be read from top to bottom: `Step`, which a script calls; `Fold`, one reduction over shards and ranks;
+`ControlWord`, on whose sum all ranks decide in it; `Job`, which the steps of a loop share.
 
 The control word is a few integers of each rank. On the CPU it rides in the sum of the gradients, and is read with it.
 The extras of the last bucket are, in this order:
@@ -140,7 +140,7 @@ _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
     "step.fold()."
 )
-_VALUES = methodcaller("values")  # those of a scripted module are no dicts
+_VALUES = methodcaller("values")  # a scripted module's tables are no dicts
 _PARAMS = itemgetter("params")
 _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
@@ -273,7 +273,7 @@ class Step:
         fold = job.fold
         fold.modules = job.structure.modules
         for buffer in job.structure.late.values():
-            buffer.note()  # what the script did to it since the last fold is no forward's change
+            buffer.note()  # the script's changes since the last fold are no forward's
         job.announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
         if fold.current.opened_by not in (None, self):
             raise RuntimeError(
@@ -640,7 +640,7 @@ def _is_plain_mean(loss: Any, samples: int, *, reads: bool) -> bool:
     if not hasattr(loss, "_saved_ignore_index") or loss._saved_reduction != MEAN:
         return False
     labels = loss._raw_saved_target.data
-    divisor = loss._raw_saved_total_weight.data  # what a hook for saved tensors has packed is another type
+    divisor = loss._raw_saved_total_weight.data  # a hook for saved tensors packs another type
     if loss._raw_saved_weight.data is not None or type(labels) is not torch.Tensor or type(divisor) is not torch.Tensor:
         return False
     is_over_all = labels.dim() > 0 and len(labels) % samples == 0 and divisor.dim() == 0
@@ -705,13 +705,13 @@ def _add_loss(
 
 
 class FoldEvents(Protocol):
-    """What a fold asks of the loop, and calls while it waits."""
+    """The questions of a fold to the loop, and its calls while it waits."""
 
     def take_requests(self) -> ControlRequest:
-        """What this rank asks of all, at a fold; once."""
+        """This rank's requests to all, at a fold; once."""
 
     def while_reducing(self) -> None:
-        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
+        """The sums over the ranks have started. Do other work: rows, the next data, the next seeds."""
 
 
 class _NoEvents:
@@ -733,7 +733,7 @@ class FoldPass:
         gathers: whether an earlier pass had held outputs.
         decision: of all ranks at its fold.
         had_gradients: whether its fold left any.
-        records, empty: what its shards left, and a rank without a shard, under synced batch norm.
+        records, empty: of its shards, and of a rank without a shard, under synced batch norm.
         loss_scale: of a GradScaler.
         raw: the collectives of the script as the first shard began.
         request: of this rank, where its flag was sent.
@@ -956,7 +956,7 @@ class Fold:
         else:
             with ExitStack() as ending:
                 if not isinstance(factor, torch.Tensor):
-                    factor = torch.zeros((), device=loss.device)  # what the loss reaches gets gradients of 0, not None
+                    factor = torch.zeros((), device=loss.device)  # its parameters get gradients of 0, not None
                     ending.enter_context(torch.autograd.set_detect_anomaly(False))  # its loss may be 0 / 0
                 for channel in self.sync_channels:
                     ending.enter_context(channel.masking(factor == 0))
@@ -988,7 +988,7 @@ class Fold:
         self._statistics.accept()
         leaves = [rows for rows in gather.whole or () if rows.requires_grad]
         gradients: list[torch.Tensor | None] = []
-        # The loss's own parameters count on one rank alone. That of the first row has a shard; rank 0 may have none.
+        # The loss's own parameters count on one rank alone. The first row's rank has a shard; rank 0 may have none.
         if any(held.shard.samples and held.rows.start == 0 for held in gather.held):
             self._backward_held(loss, more=True, last=False)
             gradients = [leaf.grad for leaf in leaves]
@@ -1132,12 +1132,12 @@ class Fold:
     def _pack(
         self, mini_batch: MiniBatch, problem: Exception | None
     ) -> tuple[Rows, torch.Tensor, RowLayout, Exception | None]:
-        """Collect what the shards left, and pack it beside the gradients.
+        """Collect the shards' records, and pack them beside the gradients.
 
         Returns:
             The `Rows` of the layout that the ranks agreed on; the table of all shards' rows, (S, width), in which this
-            rank's own stay empty with a problem or something new; the layout that this rank's shards need; and what is
-            wrong.
+            rank's own stay empty with a problem or something new; the layout that this rank's shards need; and the
+            error, or None.
         """
         if self.current.opened_by is not None:
             self.end_pass()
@@ -1197,7 +1197,7 @@ class Fold:
         )
 
     def _extend(self, former: RowLayout, local_layout: RowLayout, iteration: int) -> Rows:
-        """The `Rows` with room for what is new on any rank. Every rank must call this."""
+        """The `Rows` with room for all that is new on any rank. Every rank must call this."""
         rows = self._make_rows(agreed(self._world.gather(local_layout), former))
         names = now_evaluated(rows.layout, former)
         if names and iteration > 1 and self._world.rank == 0:
@@ -1289,7 +1289,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """What a rank asks of all in a fold.
+    """The requests of a rank to all in a fold.
 
     Attributes:
         stop: to end the loop after this step.
@@ -1336,7 +1336,7 @@ class ControlDecision:
 def act_on(
     decision: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, local_layout: RowLayout, world: World
 ) -> None:
-    """Raise on every rank what the word of a pass says. Every rank must call this.
+    """Raise on every rank the error that the word of a pass shows. Every rank must call this.
 
     Args:
         decision: of that pass.
@@ -1494,7 +1494,7 @@ class ControlWord:
         Every rank whose word is late must call this.
 
         Args:
-            of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
+            of: the mini-batch of the pass, and the layout of this rank's shards; None where the rank leaves.
         """
         self._work = self._world.start_sum(self._summed)
         self._unread = of
@@ -1534,7 +1534,7 @@ class ControlWord:
         return decision, list(map(bool, sums[self._gradients_at :]))
 
     def read_last(self) -> None:
-        """Read the last pass's word, if it was not read, and raise what it says. Every rank must call this."""
+        """Read the last pass's word, if it was not read, and raise its error. Every rank must call this."""
         if self._unread is None:
             return
         mini_batch, local_layout = self._unread
@@ -1623,7 +1623,7 @@ class ModuleStructure:
     are in no fold, so they must stay as they were made; see `changed_late_buffer`.
 
     Args:
-        state: what the job is made of, by name.
+        state: the parts of the job, by name.
 
     Attributes:
         modules: all modules in the state, by name, as of the last call of `changes`.
@@ -1640,7 +1640,7 @@ class ModuleStructure:
         self._buffer_names: frozenset[str] = frozenset()  # of those that are not None
         self.late: dict[str, LateBuffer] = {}  # by name
         self._filled: list[dict[str, Any]] = []  # most modules have no parameters
-        self._entries: list[object] = [self]  # of all tables, and of the optimizers; at first what is in neither
+        self._entries: list[object] = [self]  # of all tables, and of the optimizers; at first an object of neither
         self._parameters: list[Parameter] = []
         self._known: dict[str, torch.Tensor] = {}  # kept alive, so that no other tensor gets the same id
         self.changes()
@@ -1698,7 +1698,7 @@ class ModuleStructure:
 def _averaged(state: Mapping[str, object]) -> list[nn.Parameter]:
     """The parameters of the averaged models in a state that no optimizer has.
 
-    A state without an optimizer does not tell what is trained, so there they may get gradients.
+    A state without an optimizer does not tell which parameters are trained, so there they may get gradients.
     """
     groups = [group["params"] for optimizer in parts_of(state, Optimizer) for group in optimizer.param_groups]
     trained = set(chain.from_iterable(groups))
@@ -1708,19 +1708,19 @@ def _averaged(state: Mapping[str, object]) -> list[nn.Parameter]:
 
 @dataclass(eq=False, repr=False)
 class Job:
-    """What the steps of a loop have in common. In each fold it is its `FoldEvents`.
+    """The objects that the steps of a loop share. In each fold it is its `FoldEvents`.
 
     Args:
-        state: what is trained, by name.
+        state: the job's objects, by name.
         batches: of the loop, which `ahead` reads.
         new_fold: makes a `Fold`, as the script wants gradients and buffers reduced.
         where: the loop's position.
-        checks, recorder: what looks at the steps, and what records them.
+        checks, recorder: they look at the steps, and record them.
 
     Attributes:
         fold: of the next pass, or the one that is open.
         structure: of the state's modules.
-        gathering: what the passes with held outputs have in common.
+        gathering: shared by the passes with held outputs.
         announces: whether the current mini-batch has news for the other ranks.
         resumed_streams: the states of the generators in the checkpoint, until the first step after it; else None.
     """
@@ -1742,7 +1742,7 @@ class Job:
         self.structure = ModuleStructure(self.state)
 
     def _make_fold(self, former: Fold | None) -> Fold:
-        """A fold of the modules and parameters that the state has now; see `Fold` for what it raises."""
+        """A fold of the modules and parameters that the state has now; see `Fold` for its errors."""
         if former is not None:
             former.check_pending()
             former.release()
@@ -1787,7 +1787,7 @@ class Job:
         self.world.broadcast_all([*tensors.values()])
 
     def keep_streams(self, before: tuple[Any, ...]) -> None:
-        """Keep what a resumed run restored of the generators for its first step, and restore them as they were before.
+        """Keep the generators' restored states for a resumed run's first step, and set them as they were before.
 
         Until then lines of the script draw the numbers that they drew in the run's first process.
         """
@@ -1825,7 +1825,7 @@ class Job:
     # -- in a fold: `FoldEvents` ---------------------------------------------------------------------------
 
     def take_requests(self) -> ControlRequest:
-        """What this rank asks of all in a fold; what was found since the last one is asked once."""
+        """This rank's requests to all in a fold; a problem found since the last one is reported once."""
         new = self.structure.changes()
         stops = self.world.stops
         stop = stops.asked_here is not None or stops.watchdog.stop is not None
@@ -1853,7 +1853,7 @@ class Job:
         return ControlRequest(stop, save, problem)
 
     def while_reducing(self) -> None:
-        """Hand on earlier rows, take the next mini-batch, and start the streams of what follows the fold."""
+        """Hand on earlier rows, take the next mini-batch, and start the streams for the lines after the fold."""
         if self.recorder.has_rows:
             self.recorder.flush_ready()
         if self.where.iteration != self.where.most_steps:

@@ -1,4 +1,4 @@
-"""Checks of what the script gives: a Loop's arguments and models, a shard's loss, weight and metrics."""
+"""Checks of the script's input: a Loop's arguments and models, a shard's loss, weight and metrics."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
 
 
 def _is_entropy(labels: object, divisor: object) -> bool:
-    """Whether these are what cross-entropy keeps, and not what a hook for saved tensors has packed."""
+    """Whether cross-entropy keeps such values; a hook for saved tensors may have packed others."""
     if not isinstance(labels, torch.Tensor) or not isinstance(divisor, torch.Tensor):
         return False
     return divisor.dim() == 0 and divisor.is_floating_point() and labels.dim() > 0 and not labels.is_floating_point()
@@ -396,12 +396,12 @@ def _refuse_rows(rows: int, samples: int, what: str) -> None:
 
 
 def saved_by(loss: Node | None, name: str) -> Any:
-    """What an operation keeps for its backward; not unpacked, since activation checkpointing would compute it again."""
+    """A value kept for an operation's backward; not unpacked, since activation checkpointing would compute it again."""
     return getattr(getattr(loss, f"_raw_saved_{name}", None), "data", None)
 
 
 def _rows_of(loss: Node) -> int:
-    """The first dimension of what one of torch's losses is of; 0 for a penalty of a parameter, and if it is unknown."""
+    """The first dimension of a torch loss's tensor; 0 for a penalty of a parameter, and if it is unknown."""
     if any(hasattr(below, "variable") for below, _ in loss.next_functions):
         return 0
     output = saved_by(loss, "self")
@@ -473,7 +473,7 @@ class Sum:
 
     Args:
         value: a shard's sum, shape (), or one value per sample, shape (n,), whose sum is taken.
-        over: what it is divided by, of the same shapes: sum(value) / sum(over), over all data. For `evaluate` alone,
+        over: the divisor, of the same shapes: sum(value) / sum(over), over all data. For `evaluate` alone,
             since a step's metrics have its weight.
     """
 
@@ -501,7 +501,7 @@ def refuse_wrapped(modules: Mapping[str, nn.Module], *, training: bool = True) -
     Its wrappers run collectives in forward and backward, or hold a part of each parameter.
 
     Args:
-        training: whether to refuse also what does no harm in evaluation.
+        training: whether to refuse even wrappers that do no harm in evaluation.
     """
     for name, module in each_module(modules).items():
         for kind in type(module).__mro__:
@@ -541,7 +541,7 @@ def find_scale(loss: torch.Tensor, scalers: Sequence[GradScaler]) -> tuple[torch
             continue
         if _name_of(node) == "MulBackward0":
             for saved in (node._raw_saved_other, node._raw_saved_self):  # type: ignore[attr-defined]
-                # Not unpacked: what activation checkpointing packs would be computed again.
+                # Not unpacked: activation checkpointing would compute it again.
                 factor = None if saved is None else saved.data
                 if isinstance(factor, torch.Tensor) and factor.data_ptr() in scales:
                     return scales[factor.data_ptr()], node

@@ -1,9 +1,12 @@
-"""A resumed run has what a module's `state_dict` lacks: modes of layers, and buffers with `persistent=False`."""
+"""A resumed run has what no `state_dict` says: modes of layers, non-persistent buffers, factories, steps made."""
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +86,34 @@ def test_a_buffer_that_the_run_did_not_change_is_as_the_resumed_script_makes_it(
     on_ranks(2, weights_of, str(tmp_path), 4, 1.0)
     resumed = on_ranks(2, weights_of, str(tmp_path), 0, 0.5)[0]
     assert [0.5] * 4 in resumed
+
+
+def counts_by_epoch(folder: str, stop_at: int) -> tuple[dict[str, Any], list[str]]:
+    """Train with a scheduler after each epoch; returns counts in nested defaultdicts, and torch's warnings."""
+    seen: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    model = nn.Linear(4, 1).double()
+    with warnings.catch_warnings(record=True) as said, suppress(dl.Stopped), dl.join_world(seed=3) as world:
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+        state = {"model": model, "sgd": sgd, "schedule": schedule, "seen": seen}
+        loop = dl.Loop(dl.Batches(ROWS, 6, world), 3, state=state, run_dir=folder, progress=False)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                step.fold()
+                sgd.step()
+                seen["rates"][epoch.number].append(sgd.param_groups[0]["lr"])
+                if step.iteration == stop_at:
+                    loop.stop()
+            schedule.step()
+    return {name: dict(one) for name, one in seen.items()}, [str(one.message) for one in said]
+
+
+def test_a_resumed_script_has_its_factories_and_torch_does_not_warn_of_its_scheduler(tmp_path: Path) -> None:
+    whole = counts_by_epoch(str(tmp_path / "whole"), 0)
+    for stop_at in (1, 2):
+        folder = str(tmp_path / f"stopped {stop_at}")
+        counts_by_epoch(folder, stop_at)
+        assert counts_by_epoch(folder, 0) == whole
+    assert whole == ({"rates": {1: [0.1] * 2, 2: [0.05] * 2, 3: [0.025] * 2}}, [])

@@ -143,3 +143,11 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ran
         r"checkpoint model\.2\.bias\. Give it its parameters in the same order \(a set"
     )
     refused(3, begin_in_order, True, kind="ValueError", said=said)
+
+
+def begin_with_more_on_rank_1(world: dl.World, folder: str) -> None:
+    loop_over(world, folder, network(), *([{"notes": 1}] if world.rank == 1 else []))
+
+
+def test_a_state_with_other_names_on_a_rank_is_refused_at_once(refused: Refused) -> None:
+    refused(3, begin_with_more_on_rank_1, kind="ValueError", said=r"names of state.*\['model', 'other 0'\]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S, OnRanks, caught
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("C8")
 
@@ -178,3 +180,23 @@ def test_the_package_logs_its_own_lines_on_rank_0(on_ranks: OnRanks, capsys: pyt
     assert on_ranks(2, logged_by, logging.WARNING) == [[], []]
     logged_by(logging.INFO)
     assert capsys.readouterr().out == "ddp_loop: a line of 100 %\n"
+
+
+OWN_HANDLER = """
+import logging
+logger = logging.getLogger("ddp_loop")
+logger.addHandler(logging.FileHandler("own.log"))
+logger.propagate = False
+import ddp_loop as dl
+with dl.join_world(device="cpu") as world:
+    world.say("a line")
+"""
+
+
+def test_a_handler_that_was_there_before_the_package_takes_its_lines(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_HANDLER], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (tmp_path / "own.log").read_text() == "a line\n"
+    assert done.stdout + done.stderr == ""

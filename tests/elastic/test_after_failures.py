@@ -42,6 +42,8 @@ for step in dl.Loop(batches, 2, state=state, run_dir="run", save_every=1, progre
             raise KeyError("image 7")
         if how == "kill":
             os.kill(os.getpid(), 9)
+        if how == "remove":
+            os.rename("run", "removed")
 """
 RANKS = {"run": ["-m", "ddp_loop", "run", "--ranks=2"]}  # torchrun may end rank 0 before it has said a word
 
@@ -83,6 +85,14 @@ def test_the_last_lines_name_the_checkpoint_and_the_command_that_goes_on(
     assert kept is not None
     assert place == len(lines) - 1
     assert 1 <= int(kept[1]) <= resumed_at(tmp_path, lines[place].removeprefix("to go on: "))
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_was_removed_is_not_said_to_go_on_from_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = failed(tmp_path, *RANKS["run"], "train.py", "remove", "3")
+    assert lines[-1] == f"ddp_loop: The run folder {tmp_path / 'run'} was removed or replaced while the run was in it."
+    assert not any("to go on" in line for line in lines)
 
 
 @pytest.mark.parametrize("is_refusal", [True, False])

@@ -20,7 +20,7 @@ def facts(rank: int) -> Facts:
     machine = rank // 2
     return Facts(
         rank, f"machine {machine}", "ab"[machine], (f"10.0.0.{machine + 1}", 40000 + rank), dict(VERSIONS),
-        {"code of ddp_loop": "c0de", "data": "da7a"}, 2.0**40, ["cuda:0", "cuda:1"],
+        {"code of ddp_loop": "c0de", "data": "da7a"}, 2.0**40, 2,
     )  # fmt: skip
 
 

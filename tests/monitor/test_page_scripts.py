@@ -130,7 +130,9 @@ def test_names_are_sorted_by_the_numbers_in_them(script: Any) -> None:
 def test_a_search_takes_patterns_and_the_names_of_the_table_of_runs(script: Any) -> None:
     accuracies = {"adam-lr0.1-w8": 0.5, "adam-lr0.1-w16": 0.6, "sgd-lr0.1-w8": 0.9}
     runs = [
-        {"name": name, "state": "done", "last": {"evaluation.accuracy": value}} for name, value in accuracies.items()
+        {"name": name, "state": "done", "why": "the page", "last": {"evaluation.accuracy": value}}
+        | {"best": {"evaluation.accuracy": value}, "config": {"a b c": value}}
+        for name, value in accuracies.items()
     ]
     found: dict[str, list[str]] = {
         "adam-lr*w8": ["adam-lr0.1-w8"],
@@ -139,8 +141,31 @@ def test_a_search_takes_patterns_and_the_names_of_the_table_of_runs(script: Any)
         '"eval accuracy">0.8': ["sgd-lr0.1-w8"],
         '"evaluated accuracy">0.8': ["sgd-lr0.1-w8"],
         "evaluation.accuracy>0.8": ["sgd-lr0.1-w8"],
+        "eval accuracy>0.8": ["sgd-lr0.1-w8"],
+        "adam best evaluated accuracy>0.5 w16": ["adam-lr0.1-w16"],
+        "a b c<0.6": ["adam-lr0.1-w8"],
+        '"adam" "w8" why="the page"': ["adam-lr0.1-w8"],
+        "w8 name=adam": ["adam-lr0.1-w8"],
+        "adam* run=adam-lr0.1-w8": ["adam-lr0.1-w8"],
     }
     each = "page.parse(text, rows.map(([, row]) => row)).test(row)"
     expression = f"{json.dumps([*found])}.map((text) => rows.filter(([, row]) => {each}).map(([name]) => name))"
     rows = f"{json.dumps(runs)}.map((run) => [run.name, new page.Searched(run)])"
     assert script("query.js", f"((rows) => {expression})({rows})") == [*found.values()]
+    epochs = ": only ddp_loop runs has means over epochs."
+    wrong = {
+        '"epoch loss"<1': f"No column is called epoch loss{epochs}",
+        "sgd epoch loss<1": f"No column is called epoch loss{epochs}",
+        "eval accurcy>0.8": "No column is called eval accurcy.",
+    }
+    says = f"{json.dumps([*wrong])}.map((text) => page.parse(text, rows).says)"
+    run = json.dumps(runs)
+    assert script("query.js", f"((rows) => {says})({run}.map((run) => new page.Searched(run)))") == [*wrong.values()]
+
+
+def test_the_table_names_an_objective_as_its_column_and_what_is_no_trial_a_run(script: Any) -> None:
+    run = {"key": "a", "name": "a", "state": "done", "last": {"evaluation.loss": 1.0}, "best": {}, "config": {}}
+    trial = run | {"trial": {"objective": "evaluation.loss", "value": 1.0}}
+    titles = "page.columnsOf([new page.Trial(one)]).map(({ title }) => title).slice(0, 3)"
+    found = script("trials.js", f"{json.dumps([run, trial])}.map((one) => {titles})")
+    assert found == [["Run", "eval loss", "Status"], ["Trial", "Objective: eval loss", "eval loss"]]

@@ -316,6 +316,50 @@ def test_at_1400_pixels_names_are_whole_and_the_result_is_the_last_axis_in_its_p
         )
 
 
+LOOKS = """() => {
+    const colour = (place) => getComputedStyle(document.querySelector(place)).color;
+    const of = (state) => [`.line[data-state="${state}"] .state`, `.trial[data-state="${state}"] .state`,
+        `.legend [data-state="${state}"]`, `.scatter .mark[data-state="${state}"]`].map(colour);
+    const states = [...new Set([...document.querySelectorAll(".trial")].map((one) => one.dataset.state))];
+    return Object.fromEntries(states.map((state) => [state, of(state)]));
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_state_has_one_colour_in_list_table_and_legend_which_has_the_marks(
+    visit: Any, sweep: Path, scheme: str
+) -> None:
+    for number, (status, of_loop) in enumerate((("running", "running"), ("done", "done"), ("stopped", "stopped"))):
+        run = write_trial(sweep, 20 + number, {"rate": 0.1}, status, value=0.5)
+        (run / "status.json").write_text(json.dumps({"status": of_loop, "iteration": 1}))
+    with served(sweep) as page:
+        one = opened(visit, page, scheme=scheme)
+        one.page.get_by_label("Colour").select_option(label="Status")
+        until(lambda: one.page.locator(".scatter .mark").count() == 15, "all marks are drawn")
+        looks = one.page.evaluate(LOOKS)
+        assert {state for state, colours in looks.items() if len(set(colours)) > 1} == set()
+        assert len({looks[state][0] for state in ("failed", "lost", "done", "stopped")}) == 4
+        samples = one.page.locator(".legend .mark")
+        crosses = samples.evaluate_all(
+            "(all) => all.filter((one) => one.matches('.cross')).map((one) => one.dataset.state)"
+        )
+        assert crosses == ["failed", "killed", "lost", "not finite", "timed out"]
+        assert samples.count() == len(looks)
+
+
+def test_an_objective_of_evaluate_has_one_name_on_the_page(visit: Any, sweep: Path) -> None:
+    facts = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps(facts | {"objective": "evaluation.loss"}))
+    for number in range(12):
+        path = sweep / "trials" / f"{number:04d}" / "trial.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"objective": "evaluation.loss"}))
+    with served(sweep) as page:
+        one = opened(visit, page)
+        one.waits_for(".sweep-says", "best eval loss ")
+        assert one.page.locator("#of-value").text_content() == "eval loss"
+        assert "evaluation." not in one.page.locator("body").inner_text()
+
+
 # -- requests ----------------------------------------------------------------------------------------------
 
 

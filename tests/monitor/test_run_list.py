@@ -175,6 +175,7 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
         "config": {"rate": 0.1, "deep": "{'x': 1}", "on": True},
         "trial": None,
         "note": "the good one",
+        "why": None,
         "tables": ["confusion"],
         "can_stop": False,
     }
@@ -185,7 +186,7 @@ def test_a_trial_has_the_state_of_its_sweep_and_runs_also_before_and_after_its_l
     for status in ("pruned", "killed", "not finite", "timed out", "interrupted", "failed", "stopped"):
         write_trial(tmp_path / "0007", 7, status=status, value=0.25, why="because", attempts=[{"began": 3.0}])
         said = runs_of(RunList([tmp_path]).look())["0007"]
-        assert (said["state"], said["config"]) == (status, {"rate": 0.1})
+        assert (said["state"], said["config"], said["why"]) == (status, {"rate": 0.1}, "because")
         assert said["trial"] == {
             "number": 7, "value": 0.25, "status": status, "why": "because", "objective": "loss",
             "direction": "minimize", "can_again": status not in ("pruned", "interrupted"),

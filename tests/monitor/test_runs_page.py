@@ -257,6 +257,41 @@ def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) ->
             assert one.text(".line[data-run='trials/0100'] .state") == "running 0 %"
 
 
+@pytest.mark.parametrize("is_there", [False, True], ids=["misspelt", "empty"])
+def test_a_folder_without_a_run_offers_nothing_of_a_run(browser: Any, tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "one"
+    if is_there:
+        folder.mkdir()
+    with served(folder) as page:
+        one = Visit(browser, WIDE, "light")
+        page.visitors.callback(one.context.close)
+        one.page.goto(page.link)
+        one.waits_for(".says", "no run has begun in this folder yet" if is_there else "there is no such folder")
+        assert not one.page.locator(".run button").filter(visible=True).count()
+        assert "Step" not in one.text(".run")
+        write_run(tmp_path / "other", [row(1), row(2)], status="done", iteration=2).rename(folder)
+        one.waits_for(".says", "done at step 2")
+        assert one.page.get_by_role("button", name="Rename one").is_visible()
+
+
+def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(visit: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(1), row(2)], status="done", iteration=2, checkpoint="step-00000032")
+    (run / "checkpoints" / "step-00000032").mkdir(parents=True)
+    known = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(known | {"config": {"rate": 0.1}}))
+    write_lines(run / "evaluations.jsonl", [row(1, loss=0.5), row(2, loss=0.75)])
+    with served(run) as page:
+        one = visit(page)
+        assert one.text(".config").split() == ["Config", "rate", "0.1"]
+        one.waits_for(".facts [data-fact=Checkpoint]", "step-00000032")
+        facts = dict(zip(*(one.page.locator(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+        assert (facts["eval loss"], facts["best eval loss"]) == ("0.75", "0.5")
+        heights = [
+            one.page.locator(f"[data-fact={name}] dd").bounding_box()["height"] for name in ("Checkpoint", "Step")
+        ]
+        assert heights[0] == heights[1]  # on one line
+
+
 # -- layouts -----------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,8 @@ ON_GPUS = re.compile(  # what a module asks of a device, or of its GPUs
     r"is_asynchronous|is_gpu\b|has_batch_norm_kernels|empty_on_host|start_cop(y|ies)\b|HostCopy|\.mark\(\)"
     r"|\.host_reads\(|memory_(held|free)\(|gpu_count|all_gpus|identity\(\)"
 )
+NOUNLESS = re.compile(r"\b(?:that|those)\s+of\b", re.IGNORECASE)  # a reader has to look back for the noun
+MOST_NOUNLESS = 1.2  # in 10,000 words
 EXTRAS = {"monitor": "monitor", "plot": "plots"}  # without which a command refuses
 ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
 
@@ -96,6 +98,21 @@ def prose_of(path: Path) -> str:
     words = [one.string for one in tokens if tokenize.tok_name[one.type] in kinds and one.string not in SYSTEM_USERS]
     names = [name.string.replace("_", " ") for one, name in pairwise(tokens) if one.string == "def"]
     return " ".join(f"{' '.join(words)} . {' . '.join(names)}".replace("# ", "").split())
+
+
+def guide_of(path: Path) -> str:
+    """The words of a document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def remarks_of(path: Path) -> str:
+    """A module's docstrings and comments."""
+    tree = ast.parse(path.read_text())
+    with path.open("rb") as file:
+        comments = [one.string for one in tokenize.tokenize(file.readline) if one.type == tokenize.COMMENT]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n".join([*docstrings, *(one.lstrip("# ") for one in comments)])
 
 
 def phrases_in(prose: str) -> list[str]:
@@ -231,6 +248,25 @@ def test_the_prose_is_plain_english() -> None:
     paths = [path for scope in SCOPES for path in ROOT.glob(scope) if path.is_file() and path.resolve() != here]
     assert len(paths) > len(SCOPES)
     assert [(path.name, phrase) for path in paths for phrase in phrases_in(prose_of(path))] == []
+
+
+def test_docstrings_comments_and_guides_are_read(tmp_path: Path) -> None:
+    source = '"""Module."""\nx = "text"  # one\n# two, those\n# of it\nclass Loop:\n    """Class."""\n'
+    source += '    def run(self):\n        """Method."""\n    def _run(self):\n        """Inner."""\n'
+    (tmp_path / "a.py").write_text(source)
+    assert " ".join(remarks_of(tmp_path / "a.py").split()) == "Module. Class. Method. Inner. one two, those of it"
+    assert NOUNLESS.findall(remarks_of(tmp_path / "a.py")) == ["those\nof"]
+    (tmp_path / "a.md").write_text("One.\n```sh\nthat of\n```\nTwo.\n")
+    assert guide_of(tmp_path / "a.md").split() == ["One.", "Two."]
+
+
+def test_sentences_name_their_nouns() -> None:
+    guides = [guide_of(path) for path in (ROOT / "README.md", *DOCS.rglob("*.md"))]
+    texts = [*guides, *(remarks_of(path) for path in (ROOT / "ddp_loop").rglob("*.py"))]
+    words = sum(len(text.split()) for text in texts)
+    found = [text[max(0, match.start() - 40) : match.end() + 20] for text in texts for match in NOUNLESS.finditer(text)]
+    assert words > 90_000
+    assert len(found) <= MOST_NOUNLESS * words / 10_000, found
 
 
 def test_nothing_strays_at_the_root() -> None:

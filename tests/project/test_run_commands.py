@@ -76,7 +76,7 @@ def cells(lines: list[str]) -> list[list[str]]:
 @pytest.mark.covers("E4", "G4")
 def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys: Said) -> None:
     lines = printed(capsys, "runs", runs)
-    assert lines[:3] == [f"3 runs in {runs}", "All with data=digits", ""]
+    assert lines[:3] == [f"3 runs in {runs}: 2 done, 1 failed", "All with data=digits", ""]
     head, *rows = cells(lines)
     names = ["name", "state", "rate", "width", "epoch loss", "best epoch loss", "epoch accuracy", "best epoch accuracy"]
     assert head == [*names, "eval loss", "best eval loss", "steps", "time"]
@@ -98,6 +98,7 @@ def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys
         (["--where", "state=failed"], ["b"]),
         (["--where", "state!=failed", "--where", "width>8"], ["deep/c"]),
         (["--where", "best eval loss <= 0.25"], ["b"]),
+        (["--where", "best evaluation.loss <= 0.25", "--sort", "Evaluated loss"], ["b"]),
         (["--where", "data=digits"], ["a", "b", "deep/c"]),
         (["--where", "rate>1e9"], []),
     ],
@@ -300,8 +301,8 @@ def test_a_value_is_written_short(value: object, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        ([], ["b", "evaluated loss  0.25 at step 1, the lowest of 2", "rate          0.01"]),
-        (["--highest", "--by", "loss"], ["a", "evaluated loss  1.5 at step 2, the highest of 2"]),
+        ([], ["b", "eval loss   0.25 at step 1, the lowest of 2", "rate      0.01"]),
+        (["--highest", "--by", "loss"], ["a", "eval loss   1.5 at step 2, the highest of 2"]),
         (["--by", "Accuracy"], ["a", "epoch accuracy  0.2 at step 3, the highest of 3"]),
     ],
 )
@@ -356,20 +357,21 @@ def test_where_nothing_was_evaluated_there_is_no_best_run(tmp_path: Path, capsys
     add_run(tmp_path / "a", {}, [1.0])
     assert main(["best", str(tmp_path)]) == 1
     assert (
-        "No run has a finite evaluated loss or a score. Pass --by NAME, such as loss, accuracy."
-        in capsys.readouterr().out
+        "No run has a finite eval loss or a score. Pass --by NAME, such as loss, accuracy." in capsys.readouterr().out
     )
     assert "1 at step 1, the lowest of 1" in printed(capsys, "best", tmp_path, "--by", "loss")[1]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "eval accuracy", "evaluated accuracy", "Eval Accuracy"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "eval accuracy", "evaluated accuracy", "Eval Accuracy", "evaluation.accuracy"]
+)
 def test_best_takes_the_names_that_the_table_prints(name: str, tmp_path: Path, capsys: Said) -> None:
     for number in range(2):
         run = add_run(tmp_path / f"run{number}", {"rate": number}, [1.0, 0.5], evaluated=0.5)
         lines = [{"epoch": 1, "iteration": 2, "loss": 0.5, "accuracy": 0.25 + number / 2}]
         write_lines(run / "evaluations.jsonl", lines)
     assert main(["best", str(tmp_path), "--by", name]) == 0
-    assert re.search(r"^evaluated accuracy +0.75 at step 2, the highest of 2$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^eval accuracy +0.75 at step 2, the highest of 2$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_best_by_a_name_that_is_like_none_lists_the_names(runs: Path, capsys: Said) -> None:

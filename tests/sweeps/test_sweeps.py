@@ -98,12 +98,12 @@ def test_the_usual_objective_is_the_evaluated_loss_where_a_trial_evaluates(
     found = [trial(folder, number) for number in range(3)]
     assert [(one["objective"], one["value"]) for one in found] == expected
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"Trial 0 \(x=3\) done, evaluation\.loss 3\. 1 of 3, \d+:\d\d left", lines[0])
+    assert re.fullmatch(r"Trial 0 \(x=3\) done, eval loss 3\. 1 of 3, \d+:\d\d left", lines[0])
     assert lines[2] == "Trial 2 (x=0) done, loss 5. 3 of 3"
-    assert lines[-1] == f"Best: trial 1 (x=1), evaluation.loss 1 ({results[1].folder})"
+    assert lines[-1] == f"Best: trial 1 (x=1), eval loss 1 ({results[1].folder})"
     for words, said in (
-        ("best", "evaluation.loss  1, the lowest of 3"),
-        ("runs", "Sweep s: objective evaluated loss or loss, minimize"),
+        ("best", "eval loss   1, the lowest of 3"),
+        ("runs", "Sweep s: objective eval loss or loss, minimize"),
     ):
         assert main([words, str(folder)]) == 0
         assert said in capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.tracing import CannotVerify
-from ddp_loop.tracing.compare import apart, kind_of
+from ddp_loop.tracing.compare import DifferenceMeter, apart, is_close, kind_of
 from tests.support.scripts import verdict_of, write
 
 TRAINS = """
@@ -108,14 +108,32 @@ INF, NAN = math.inf, math.nan
 )
 def test_a_difference_is_relative(one: Any, other: Any, scale: float, relative: float) -> None:
     one = torch.as_tensor(one)
-    assert apart(one, torch.as_tensor(other), scale)[0] == pytest.approx(relative, rel=0.01)
-    assert apart(one, None, scale)[0] == INF
+    assert apart(one, torch.as_tensor(other), scale) == pytest.approx(relative, rel=0.01)
+    assert DifferenceMeter(0.0, is_given=False).measure("loss", one, None) == INF
 
 
-def test_a_difference_is_measured_in_bits() -> None:
+def test_a_difference_of_the_last_bits_is_measured() -> None:
     one = torch.ones(1)
-    assert apart(one, torch.nextafter(one, torch.full((1,), 2.0)), 0.0)[1] == 1.0  # 1 unit in the last place
-    assert apart(one, one + 2.0**-13, 0.0)[1] == pytest.approx(10, abs=0.01)
+    assert apart(one, torch.nextafter(one, torch.full((1,), 2.0)), 0.0) == 2.0**-23  # 1 unit in the last place
+    assert apart(one, one + 2.0**-13, 0.0) == 2.0**-13
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (1.0, 1.009, True),
+        (1.0, 1.02, False),
+        (0.0, 9e-6, True),  # the least scale is 0.001
+        (0.0, 2e-5, False),
+        (NAN, NAN, True),
+        (INF, INF, True),
+        (INF, -INF, False),
+        (INF, 1.0, False),
+        (NAN, 1.0, False),
+    ],
+)
+def test_results_are_close_up_to_the_tolerance(one: float, other: float, expected: bool) -> None:
+    assert is_close(one, other, 0.01) == is_close(other, one, 0.01) == expected
 
 
 def test_values_are_of_five_kinds() -> None:

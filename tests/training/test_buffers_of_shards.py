@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp_loop as dl
-from ddp_loop.distributed import columns, decode, encode
+from ddp_loop.distributed import columns, decode, encode_all
 from ddp_loop.distributed.encoding import assemble
 from tests.support.comparing import Tensors, buffers_of, is_same, same_on_all
 from tests.support.devices import GPU
@@ -403,7 +403,7 @@ def test_every_dtype_travels_with_its_bits_from_any_place_of_a_row(
     dtype: torch.dtype, raw: list[int], column: torch.dtype, before: int, after: int
 ) -> None:
     value = with_bits(dtype, raw)
-    encoded = encode(value, column)
+    encoded = encode_all([value], column)
     assert len(encoded) == columns(value, column)
     whole = nn.functional.pad(encoded, (before, after))
     rows = torch.stack([torch.full_like(whole, -0.0), whole]) + -0.0  # as a sum over ranks brings it

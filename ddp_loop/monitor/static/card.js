@@ -2,7 +2,7 @@
 
 import { Continuing } from "./continuing.js";
 import { Panels } from "./panels.js";
-import { duration, grouped, memory, label, number, times, write } from "./words.js";
+import { LOSSES, duration, grouped, memory, label, number, times, titled, write } from "./words.js";
 
 const DETAILS = { why: null, remaining_s: null, samples_per_s: null, ranks: null, device: null, checkpoint: null,
   by_rank: [], profile: null, problems: [], continue: null, continuing: null,
@@ -67,7 +67,7 @@ export class Card {
     try {
       const details = await this.asks.wire.read(`/api/runs/${encodeURIComponent(key)}`);
       if (this.key === key) {
-        this.said = { ...this.said, ...details };
+        this.said = { ...this.said, ...details, last: this.said.last }; // with evaluations
         this.fill();
       }
     } catch {
@@ -105,7 +105,11 @@ export class Card {
     find(".progress").hidden = said.fraction === null;
     bar.value = said.fraction ?? 0;
     write(find(".percent"), said.fraction === null ? "" : `${Math.floor(100 * said.fraction)} %`);
-    showFacts(find(".facts"), said);
+    const hasRun = said.iteration > 0 || Boolean(said.trial) || !["missing", "waiting"].includes(said.state);
+    find(".edit").hidden = !hasRun;
+    showFacts(find(".facts"), hasRun ? factsOf(said) : []);
+    find(".config").hidden = !Object.keys(said.config).length;
+    showFacts(find(".config .facts"), configOf(said.config));
     showRanks(find(".ranks"), said.by_rank);
     showProfile(find(".profile"), said.profile);
     showLines(find(".problems"), said.problems);
@@ -121,9 +125,11 @@ export class Card {
   }
 }
 
-function showFacts(list, said) {
+function factsOf(said) {
   const of = (part, whole) => (whole ? `${grouped(part)} of ${grouped(whole)}` : grouped(part));
-  const facts = [
+  const judged = [said.trial?.objective, ...LOSSES].find((name) => name && Object.hasOwn(said.last, name));
+  const value = (kind, values) => [kind + titled(judged ?? ""), Object.hasOwn(values, judged) ? number(values[judged]) : null];
+  return [
     ["Step", of(said.iteration, said.steps)],
     ["Epoch", said.epoch === null ? null : of(said.epoch, said.epochs)],
     ["Elapsed", said.elapsed_s === null ? null : duration(said.elapsed_s)],
@@ -132,8 +138,16 @@ function showFacts(list, said) {
     ["Device", said.device],
     ["Samples/s", said.samples_per_s === null ? null : number(Number(said.samples_per_s.toPrecision(3)))],
     ["Checkpoint", said.checkpoint],
-    ...Object.entries(said.config).map(([name, value]) => [name, typeof value === "number" ? number(value) : String(value)]),
+    value("", said.last),
+    value("best ", said.best),
   ].filter(([, value]) => value !== null);
+}
+
+function configOf(config) {
+  return Object.entries(config).map(([name, value]) => [name, typeof value === "number" ? number(value) : String(value)]);
+}
+
+function showFacts(list, facts) {
   if (list.children.length !== facts.length || facts.some(([name], at) => list.children[at].dataset.fact !== name)) {
     list.replaceChildren(...facts.map(([name]) => {
       const row = document.createElement("div");

@@ -1,9 +1,8 @@
 // The head of the page: the folders that are shown, the best of their runs, and the title of the window.
 
-import { isUnderWay, number, titled, write } from "./words.js";
+import { LOSSES, isUnderWay, number, titled, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
-const LOSSES = ["evaluation.loss", "loss"]; // runs are compared by the first one that any of them has
 
 export class Header {
   // asks: open(key)
@@ -36,7 +35,7 @@ export class Header {
   }
 }
 
-// What runs are compared by: the objective of a sweep that has them all, the evaluated loss, or the loss.
+// What runs are compared by: the objective of a sweep that has them all, the eval loss, or the loss.
 function measureOf(all) {
   const objectives = new Set(all.map(({ trial }) => JSON.stringify([trial?.objective, trial?.direction])));
   const trial = all[0]?.trial;

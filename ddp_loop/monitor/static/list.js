@@ -1,7 +1,7 @@
 // The list of runs: a line each, which changes only where its run does; order and search.
 
 import { Searched, parse } from "./query.js";
-import { byName, grouped, isUnderWay, number, valueOf, write } from "./words.js";
+import { byName, grouped, isUnderWay, number, titled, valueOf, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const STATES = ["running", "stopping", "starting", "waiting", "missing", "interrupted", "done", "pruned", "stopped", "left",
@@ -141,7 +141,7 @@ export class List {
     write(button, `${this.showsHidden ? "Without" : "Show"} hidden (${grouped(hidden.size)})`);
     this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
     const all = `${grouped(listed.length)} runs`;
-    write(element("of-value"), valueOf(lines[0]?.summary ?? { last: {} }).name);
+    write(element("of-value"), titled(valueOf(lines[0]?.summary ?? { last: {} }).name));
     const clears = found.size || !listed.length ? "" : "Empty the search to see all.";
     const count = found.size === listed.length ? all : `${grouped(found.size)} of ${all}`;
     write(element("count"), [count, [says, clears].filter(Boolean).join(" ")].filter(Boolean).join(". "));
@@ -195,7 +195,7 @@ function show({ item, parts, summary }, varied) {
   parts[".edit"].setAttribute("aria-label", `Rename ${name}`);
   parts[".more"].setAttribute("aria-label", `Rename or hide ${name}`);
   write(parts[".value"], shown.value === null ? "" : number(shown.value));
-  parts[".value"].title = shown.name;
+  parts[".value"].title = titled(shown.name);
   const far = fraction !== null && fraction < 1 ? ` ${Math.floor(100 * fraction)} %` : "";
   write(parts[".state"], `${state}${far}`);
   const parameters = Object.entries(config).filter(([key]) => varied.has(key)).map(([key, value]) => `${key}=${short(value)}`);

@@ -2,7 +2,9 @@
 
 const WORD = /(?:[^\s"]|"[^"]*"?)+/g;
 const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
-const BEST = "best ", EVALUATED = /^eval(?:uated)? /;
+const BEST = "best ", EVALUATED = /^(best )?eval(?:uated)? /;
+const OF_EPOCHS = /^(best )?epoch /; // columns of `ddp_loop runs`, which the page does not read
+const MOST_BEFORE = 3; // words of a name without quotes before its last one
 const SPECIAL = /[*?^$|()[\]\\+]/;
 const ORDERS = new Map([
   ["<", (one, limit) => one < limit], [">", (one, limit) => one > limit],
@@ -11,10 +13,10 @@ const ORDERS = new Map([
 
 // What is searched of a run: its text, and its values by name. Names come from users, so one name can mean several values.
 export class Searched {
-  constructor({ name, path, state, note, config, last, best, trial, iteration, elapsed_s: time }) {
+  constructor({ name, path, folder, state, note, why, config, last, best, trial, iteration, epoch, elapsed_s: time }) {
     this.names = new Map();
-    const own = { name, path: path ?? name, status: state, state, note: note ?? "", value: trial?.value ?? null, trial: trial?.number ?? null,
-      steps: iteration, time };
+    const own = { name, run: name, path: path ?? name, folder, status: state, state, note: note ?? "", why: why ?? "",
+      value: trial?.value ?? null, objective: trial?.value ?? null, trial: trial?.number ?? null, steps: iteration, epoch, time };
     for (const [kind, values] of [["", own], ["", config], ["", last], [BEST, best]]) {
       for (const [one, value] of Object.entries(values ?? {})) {
         const key = (kind + one).toLowerCase();
@@ -23,12 +25,12 @@ export class Searched {
       }
     }
     const words = Object.entries(config ?? {}).map(([one, value]) => `${one}=${value}`);
-    this.text = [name, path ?? "", state, note ?? "", trial?.why ?? "", ...words].join(" ").toLowerCase();
+    this.text = [name, path ?? "", state, note ?? "", why ?? "", ...words].join(" ").toLowerCase();
   }
 
   // The values that a name can mean, none for an unknown name; "rate" is also the end of "optimizer.rate".
   valuesOf(asked) {
-    const name = asked.replace(EVALUATED, "evaluation."); // as `ddp_loop runs` has it
+    const name = asked.replace(EVALUATED, "$1evaluation."); // as `ddp_loop runs` has it
     const exact = this.names.get(name) ?? [];
     if (exact.some((value) => value !== null && !Number.isNaN(value))) return exact;
     const kind = name.startsWith(BEST) ? BEST : "", end = `.${name.slice(kind.length)}`;
@@ -41,7 +43,7 @@ export class Searched {
 // Rows are Searched. The value after = is the beginning of a value where no row has exactly this one.
 export function parse(text, rows) {
   const tests = [], wrong = [];
-  for (const word of text.toLowerCase().match(WORD) ?? []) {
+  for (const word of wordsOf(text, rows)) {
     const [, given, sign, quoted] = word.match(CONDITION) ?? [];
     const [name, value, plain] = [given ?? "", quoted ?? "", word].map((one) => one.replaceAll('"', ""));
     const pattern = asPattern(plain);
@@ -49,7 +51,7 @@ export function parse(text, rows) {
     if (sign === undefined) tests.push(hasText);
     else if (value === "") continue; // while it is typed
     else if (!rows.some((row) => row.valuesOf(name).length)) {
-      if (!rows.some(hasText)) wrong.push(`No column is called ${name}.`);
+      if (!rows.some(hasText)) wrong.push(`No column is called ${name}${OF_EPOCHS.test(name) ? ": only ddp_loop runs has means over epochs" : ""}.`);
       tests.push(hasText); // a run's name can have such a sign
     } else if (ORDERS.has(sign)) {
       const limit = Number(value), order = ORDERS.get(sign);
@@ -63,6 +65,29 @@ export function parse(text, rows) {
     }
   }
   return { test: (row) => tests.every((one) => one(row)), says: wrong.join(" ") };
+}
+
+// The words of a text, each condition with its whole name.
+function wordsOf(text, rows) {
+  const words = [];
+  for (const word of text.toLowerCase().match(WORD) ?? []) {
+    const many = before(word.match(CONDITION)?.[1] ?? '"', words, rows);
+    words.push([...words.splice(words.length - many), word].join(" "));
+  }
+  return words;
+}
+
+// How many of the words before a condition belong to its name: those that make it the name of a value, as in
+// best loss<0.1, or one that is in no row's text.
+function before(name, words, rows) {
+  if (name.startsWith('"')) return 0;
+  const isPlain = (word) => !/[=<>!"]/.test(word) && !SPECIAL.test(word);
+  const plain = words.slice(words.findLastIndex((word) => !isPlain(word)) + 1).slice(-MOST_BEFORE);
+  for (let many = plain.length; many; many -= 1) {
+    const whole = [...plain.slice(-many), name].join(" ");
+    if (rows.some((row) => row.valuesOf(whole).length)) return many;
+  }
+  return plain.length && !rows.some(({ text }) => text.includes(plain.at(-1))) ? 1 : 0;
 }
 
 // A regular expression; a * that follows no other sign stands for any letters of a word. None for plain text, nor while

@@ -12,7 +12,7 @@ import { parse } from "./query.js";
 import { Scatter } from "./scatter.js";
 import { SweepLines } from "./sweeps.js";
 import { Trial, columnsOf, compareValues, html } from "./trials.js";
-import { grouped, write } from "./words.js";
+import { grouped, titled, write } from "./words.js";
 
 const MOST_NOTE = 500;
 const WIDTHS = new Map([["parameter", 96], ["status", 128], ["metric", 96], ["measure", 76], ["note", 220]]);
@@ -244,7 +244,7 @@ export class Results {
 
   isGreaterBetter(column) {
     const objective = [...this.trials.values()].find((trial) => trial.summary.trial?.direction)?.summary.trial;
-    const isObjective = objective && (column.id === "value" || column.title === objective.objective);
+    const isObjective = objective && (column.id === "value" || column.title === titled(objective.objective));
     if (isObjective) return objective.direction === "maximize";
     for (const { best, last } of this.trials.values()) {
       const name = column.id.replace(/^(last|best) /, "");

@@ -6,12 +6,6 @@ import { byName } from "./words.js";
 const TALL = 320, MARGIN = { left: 62, right: 16, top: 12, bottom: 44 }, STRIP = 20; // pixels
 const NEAR = 18; // pixels from the pointer to a mark
 const COLOURS = 20; // of categories, in page.css
-const KINDS = new Map([["running", "running"], ["stopping", "running"], ["done", "done"], ["waiting", "waiting"],
-  ["starting", "waiting"], ["pruned", "stopped"], ["stopped", "stopped"], ["left", "stopped"]]);
-
-export function kindOf(trial) {
-  return trial.isFailed ? "failed" : (KINDS.get(trial.status) ?? "stopped");
-}
 
 export class Scatter {
   // asks: pick(key), isPicked(key)
@@ -98,7 +92,7 @@ export class Scatter {
       const clipped = height === null ? null : Math.min(1, Math.max(0, height));
       const top = clipped === null ? area.bottom + strip / 2 + 2 : area.bottom - clipped * (area.bottom - area.top);
       const isCross = trial.isFailed || clipped !== height || clipped === null;
-      const item = svg("path", { class: `mark ${kindOf(trial)}${isCross ? " cross" : ""}`, d: isCross ? cross(left, top) : dot(left, top) });
+      const item = mark(trial, left, top, isCross);
       paint(item, trial, isCross);
       if (this.asks.isPicked(trial.key)) item.classList.add("picked");
       this.marks.push({ trial, x: left, y: top, item });
@@ -207,6 +201,11 @@ function* frame(area, across, up, title, other, strip) {
   yield svg("text", { class: "axis-title", x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, other.slice(0, 40));
 }
 
+// The mark of a trial, in the colour of its state.
+function mark({ status }, x, y, isCross) {
+  return svg("path", { class: `mark${isCross ? " cross" : ""}`, "data-state": status, d: isCross ? cross(x, y) : dot(x, y) });
+}
+
 function dot(x, y) {
   return `M${(x - 4.5).toFixed(1)} ${y.toFixed(1)}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0`;
 }
@@ -224,15 +223,21 @@ function spread(key) {
 
 // How marks are coloured by a column: paint(item, trial, isCross), with paint.legend().
 function painter(column, trials) {
-  const entry = (text, colour, name = "") => {
-    const swatch = html("i", { className: `dot ${name}` });
-    if (colour) swatch.style.background = colour;
+  const entry = (text, colour) => {
+    const swatch = html("i", { className: "dot" });
+    swatch.style.background = colour;
     return html("span", {}, swatch, text);
   };
   if (column.id === "status") {
-    const kinds = new Map(trials.map((trial) => [trial.status, kindOf(trial)]));
-    const names = [...kinds].sort(([one], [other]) => byName(one, other));
-    return Object.assign(() => {}, { legend: () => names.map(([status, kind]) => entry(status, null, kind)) });
+    const firsts = [...new Map(trials.map((trial) => [trial.status, trial])).values()];
+    firsts.sort((one, other) => byName(one.status, other.status));
+    const sample = svg("svg", { class: "sample", width: 12, height: 12, "aria-hidden": true });
+    const legend = () => firsts.map((trial) => {
+      const drawn = sample.cloneNode();
+      drawn.append(mark(trial, 6, 6, trial.isFailed));
+      return html("span", {}, drawn, trial.status);
+    });
+    return Object.assign(() => {}, { legend });
   }
   const scale = scaleOf(trials.map(column.of));
   const isCategory = scale.kind === "category";

@@ -1,7 +1,7 @@
 // A line for each sweep: how far it is, its best trial, stop all, and run failed trials again.
 
 import { html, isFiniteNumber, shown } from "./trials.js";
-import { grouped, write } from "./words.js";
+import { grouped, titled, write } from "./words.js";
 
 const BETWEEN_MS = 2000; // between two requests for the sweeps
 const MOST_ASKED = 150; // trials in one request
@@ -80,7 +80,7 @@ export class SweepLines {
     const told = [`${grouped(trials.length)}${sweep.trials === null ? "" : ` of ${grouped(sweep.trials)}`} trials`];
     told.push([...counts].map(([status, many]) => `${grouped(many)} ${status}`).join(", "));
     const best = bestOf(trials, sweep.direction);
-    if (best) told.push(`best ${sweep.objective ?? "value"} ${shown(best.value)} in ${best.name}`);
+    if (best) told.push(`best ${titled(best.summary.trial.objective ?? "value")} ${shown(best.value)} in ${best.name}`);
     item.dataset.sweep = sweep.key;
     item.title = sweep.folder;
     write(parts.name, sweep.name);

@@ -21,7 +21,7 @@ export class Trial {
     this.best = new Map(Object.entries(summary.best ?? {}));
     this.status = summary.state;
     this.name = summary.name;
-    this.why = summary.trial?.why ?? "";
+    this.why = summary.why ?? "";
     this.value = summary.trial?.value ?? (this.status === "not finite" ? NaN : null);
     this.isFailed = FAILED.has(this.status);
     this.canAgain = summary.trial?.can_again ?? false;
@@ -44,8 +44,8 @@ export function columnsOf(trials) {
   }
   const loss = metrics.delete("loss");
   return [
-    column("name", "Trial", "name", (trial) => trial.name),
-    ...(hasValue ? [column("value", objective ? `Objective: ${objective}` : "Objective", "metric", (trial) => trial.value)] : []),
+    column("name", hasValue ? "Trial" : "Run", "name", (trial) => trial.name),
+    ...(hasValue ? [column("value", objective ? `Objective: ${titled(objective)}` : "Objective", "metric", (trial) => trial.value)] : []),
     ...(loss ? [
       column("best loss", "best loss", "metric", (trial) => trial.best.get("loss") ?? null),
       column("last loss", "loss", "metric", (trial) => trial.last.get("loss") ?? null),

@@ -36,6 +36,8 @@ export function memory(mib) {
   return mib >= 1024 ? `${number(mib / 1024)} GiB` : `${Math.round(mib)} MiB`;
 }
 
+export const LOSSES = ["evaluation.loss", "loss"]; // runs are judged by the first one that any of them has
+
 // The name of a value, as `ddp_loop runs` has it.
 export function titled(name) {
   return name.replace(/^evaluation\./, "eval ");
