@@ -218,6 +218,7 @@ class LayerCapture:
         norm: the layer.
         number: its position among the layers.
         statistics: to which its calls are reported. A deepcopied or unpickled layer has none, and is not watched.
+        is_closed: whether a shard called it, and the outputs of all shards are gathered.
     """
 
     norm: NormLayer
@@ -226,6 +227,7 @@ class LayerCapture:
     running: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # mean and variance, of this pass
     _replaced: tuple[Any, float | None, torch.Tensor | None] | None = None  # a called layer, and its former values
     _interceptor: BatchNormInterceptor | None = None
+    is_closed: bool = False
 
     def __getstate__(self) -> None:
         """Nothing of it is copied."""
@@ -241,6 +243,8 @@ class LayerCapture:
                 "first."
             )
         mean, variance = self.running
+        if statistics.called is None and self.is_closed and layer.training:
+            statistics.problem = statistics.problem or _called_twice(layer)
         if statistics.called is None or mean is None or variance is None:
             return
         if self.norm.is_custom:
@@ -410,11 +414,22 @@ class BatchNormStatistics:
         """Begin a pass over shards. The buffers that the layers have now are their own."""
         self.problem: RuntimeError | None = None
         for layer in self.layers:
+            layer.is_closed = False
+        for layer in self.layers:
             buffers = layer.norm.module._buffers
             if buffers[layer.norm.mean] is not layer.running[0] or buffers[layer.norm.variance] is not layer.running[1]:
                 self._look_at_buffers()
                 break
         self._opened: Any = torch.cat(self._watched) if self._watched else self._versions()
+
+    def close(self, shards: Sequence[Captures]) -> None:
+        """End the shards: their outputs are gathered. What they called must not be called again in this pass."""
+        for layer in self.layers:
+            layer.is_closed = any(captures.calls[layer.number] for captures in shards)
+
+    def accept(self) -> None:
+        """Keep what the layers' statistics are now: calls after a gather had the whole mini-batch."""
+        self._opened = torch.cat(self._watched) if self._watched else self._versions()
 
     def _look_at_buffers(self) -> None:
         """Note the layers' buffers, which of them to look at, and the form of spare ones."""
@@ -538,6 +553,16 @@ class BatchNormStatistics:
         groups = self.groups(calls)
         for group, columns in zip(groups, rows.split([*map(_WIDTH, groups)], dim=1), strict=True):
             group.move(group.pooled(columns), is_bad)
+
+
+def _called_twice(layer: nn.Module) -> RuntimeError | None:
+    """The error of a layer that is called in the shards and after a gather; None if it moves no statistics."""
+    if not getattr(layer, "track_running_stats", True):
+        return None
+    return RuntimeError(
+        "A batch-norm layer must move its running statistics in the shards, or between step.gather() and step.fold(), "
+        f"not in both. One of the class {type(layer).__name__} was called in both. Use another layer after the gather."
+    )
 
 
 def _compile_anew() -> None:

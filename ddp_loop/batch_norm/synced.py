@@ -96,6 +96,7 @@ class SyncChannel:
         self.names = tuple(names)
         self._late = world.accelerator.is_asynchronous  # see [Note: Late]
         self.calls = 0  # of layers in this pass
+        self.is_gathered = False  # whether each rank has the whole mini-batch, so that layers need no others
         self._mask: torch.Tensor | None = None
         self._noted: list[tuple[int, int]] = []  # place and count of each message since the last comparison
 
@@ -377,8 +378,8 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, .
 class SyncedBatchNorm(_BatchNorm):
     """Batch norm by the statistics of all ranks' values; made by `sync_batch_norm`.
 
-    In training, forward and backward are one collective each. In evaluation, in a world of one, and unpickled it is
-    torch's own.
+    In training, forward and backward are one collective each. In evaluation, in a world of one, unpickled, and between
+    `step.gather` and the fold it is torch's own.
     """
 
     _channel: SyncChannel | None = None
@@ -395,7 +396,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Normalise, (N, C, ...); N may be 0 on some ranks. Every rank must call this, while training."""
-        if self.training and (channel := self._channel) is not None and channel.size > 1:
+        if self.training and (channel := self._channel) is not None and channel.size > 1 and not channel.is_gathered:
             return self.normalise(input, channel)
         return super().forward(input)
 

@@ -13,6 +13,11 @@ later pass a find is an error, since earlier passes may have missed writes.
 are: nothing is copied, packed or merged. Only a shard without a backward and a step that must move nothing get the
 values back that the buffers had when the step opened.
 
+[Note: After a gather] Between `step.gather` and the fold all ranks have the whole mini-batch, so changes of buffers
+there stay. Graphs hold the buffers that the shards changed, and the modules are lent copies. A copy that is written is
+a second change, whose order the fold does not know: an error. A norm layer counts as changed only
+where it was called, since another one may be called after the gather.
+
 [Note: Few kernels] A network has some hundred buffers, and a GPU's host takes some microseconds for each kernel. So
 buffers of one device, dtype and rule are copied, packed and merged together.
 """
@@ -38,8 +43,10 @@ from ddp_loop.distributed import assemble_all, columns, decode, each_buffer, enc
 BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 BUFFER_REDUCTIONS = get_args(BufferReduction)
 _STATISTICS = ("running_mean", "running_var")
+_COUNTER = "num_batches_tracked"
 _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
 _FORM = attrgetter("shape", "dtype", "device")
+_WRITTEN, _CHANGED = map(attrgetter, ("written", "changed"))
 _KIND = attrgetter("reduction", "opened.dtype", "opened.device")
 
 
@@ -76,6 +83,7 @@ class Buffer:
         self.late = is_asynchronous(tensor)  # whether reading it makes the host wait
         self.travels = False  # whether it was found written silently
         self.unseen = False  # whether a shard of this pass wrote it past torch's version counter
+        self.counter: Buffer | None = None  # of the calls of the norm layer that it belongs to
 
     @property
     def now(self) -> torch.Tensor | None:
@@ -88,11 +96,25 @@ class Buffer:
     @property
     def changed(self) -> bool:
         """Whether it was written since it was last equal on all ranks; on a GPU, as far as torch counts writes."""
+        return self._is_trained_norm or self.written  # norm layers' kernels write past the counter
+
+    @property
+    def written(self) -> bool:
+        """As `changed`, but of a norm layer only if it was called."""
+        if self.travels or self._is_counted or (self.counter is not None and self.counter._is_counted):
+            return True
+        if self.late:
+            return self._is_trained_norm and self.counter is None
+        return not same_bits(self.tensor, self.opened)
+
+    @property
+    def _is_trained_norm(self) -> bool:
         owner = self.places[0][0]
-        if self.travels or (isinstance(owner, _NormBase) and owner.training):
-            return True  # norm layers' kernels write past the counter
-        is_counted = self.now is not self.tensor or version_of(self.tensor) != self.version
-        return is_counted or (not self.late and not same_bits(self.tensor, self.opened))
+        return isinstance(owner, _NormBase) and owner.training
+
+    @property
+    def _is_counted(self) -> bool:
+        return self.now is not self.tensor or version_of(self.tensor) != self.version
 
     def stand(self, tensor: torch.Tensor) -> None:
         """Make it the module's buffer, in all its places."""
@@ -149,6 +171,10 @@ def find_buffers(
         default: BufferReduction = "mean" if isinstance(owner, _NormBase) and key in _STATISTICS else "same"
         buffer = Buffer(shared.names[0], shared.places, shared.tensor, next(iter(rules.values()), default))
         found.update(dict.fromkeys(shared.names, buffer))
+    counters = {buffer.places[0]: buffer for buffer in found.values()}
+    for buffer in found.values():
+        owner, _ = buffer.places[0]
+        buffer.counter = counters.get((owner, _COUNTER)) if isinstance(owner, _NormBase) else None
     for name, reduction in buffer_reduction.items():
         if name not in found or reduction not in BUFFER_REDUCTIONS:
             raise ValueError(
@@ -181,6 +207,9 @@ class Buffers:
         self._doubts: tuple[HostCopy, list[_Doubt]] | None = None  # whether each is one, and its details
         self._passes = 0
         self._held: list[tuple[Buffer, torch.Tensor]] = []  # left by a whole mini-batch's forward, until its fold
+        # In whose place modules have copies in this pass; each with its version.
+        self._lent: dict[Buffer, tuple[torch.Tensor, int]] = {}
+        self._goes_on = False  # whether a shard's backward comes later
 
     @torch.no_grad()
     def open(self) -> None:
@@ -191,10 +220,14 @@ class Buffers:
         """
         self.settle()
         self._held = []
+        self._lent = {}
+        self._goes_on = False
         self._passes += 1
         for group in self._groups(self._all):
             is_alike = self.is_whole and group[0].late and _stay(group)  # then all are recorded, without a look at each
             if written := group if is_alike else [buffer for buffer in group if buffer.open()]:
+                for buffer in written if is_alike else ():
+                    buffer.version = version_of(buffer.tensor)
                 torch._foreach_copy_(_opened(written), _tensors(written))
                 if len({buffer.opened.dtype for buffer in group}) > 1:  # the script replaced some
                     self._groups.cache_clear()
@@ -212,17 +245,22 @@ class Buffers:
             ValueError: a buffer has another shape or dtype now.
         """
         changed_values: dict[str, torch.Tensor] = {}
+        self._goes_on |= graph_goes_on
         if self.is_whole:
             if not graph_goes_on and not is_done:
                 self.restore(self._all)
             for group in self._groups(self._all):
-                if graph_goes_on or not _stay(group):
-                    self._held += zip(group, map(Buffer.value, group), strict=True)
                 if graph_goes_on:
-                    _lend_copies(group)
+                    changed = list(filter(_WRITTEN, group))
+                else:
+                    changed = [] if _stay(group) else group
+                self._held += zip(changed, map(Buffer.value, changed), strict=True)
+                if graph_goes_on and changed:
+                    self._lend_copies(changed)
             return changed_values
+        is_changed = _WRITTEN if graph_goes_on else _CHANGED
         for group in self._groups(self._all):
-            changed = [buffer for buffer in group if buffer.changed or self._finds_silent(buffer)]
+            changed = [buffer for buffer in group if is_changed(buffer) or self._finds_silent(buffer)]
             if not changed:
                 continue
             values = list(map(Buffer.value, changed))
@@ -230,10 +268,24 @@ class Buffers:
                 buffer.unseen = value is buffer.tensor and version_of(value) == buffer.version
             changed_values.update(zip([buffer.name for buffer in changed], copies_of(values), strict=True))
             if graph_goes_on:
-                _lend_copies(changed)
+                self._lend_copies(changed)
             else:
                 _assign(changed, _opened(changed))
         return changed_values
+
+    def _lend_copies(self, buffers: list[Buffer]) -> None:
+        """Give the modules new tensors with the values of the step's start: a graph holds those that they have."""
+        for buffer, copied in zip(buffers, copies_of(_opened(buffers)), strict=True):
+            buffer.stand(copied)
+            self._lent[buffer] = copied, version_of(copied)
+
+    def changed_twice(self) -> str | None:
+        """A buffer that a shard changed, and then something after it, by name. See [Note: After a gather]."""
+        for buffer, (copied, version) in self._lent.items():
+            is_counted = buffer.now is not copied or version_of(copied) != version
+            if is_counted or not (buffer.late or same_bits(copied, buffer.opened)):
+                return buffer.name
+        return None
 
     def changed(self) -> set[str]:
         """The names of the buffers that a shard has changed so far and that travel, as far as torch counts writes."""
@@ -256,6 +308,7 @@ class Buffers:
     def untouched(self) -> Iterator[None]:
         """Restore the buffers that are changed inside, and only these."""
         before: list[tuple[list[tuple[Buffer, torch.Tensor]], list[torch.Tensor]]] = []
+        unwritten = [one for one, (copied, version) in self._lent.items() if version_of(copied) == version]
         for group in self._groups(self._all):
             if kept := [(buffer, tensor) for buffer in group if (tensor := buffer.now) is not None]:
                 before.append((kept, copies_of([tensor for _, tensor in kept])))
@@ -272,6 +325,7 @@ class Buffers:
                         wanted.append(value)
                 if written:
                     torch._foreach_copy_(written, wanted)
+            self._lent.update((one, (self._lent[one][0], version_of(self._lent[one][0]))) for one in unwritten)
 
     def width(self, names: frozenset[str], column: torch.dtype) -> int:
         """The columns, of dtype `column`, of a row with the buffers `names`."""
@@ -304,12 +358,28 @@ class Buffers:
             else:
                 _assign([buffer], [value])
         self._held = []
+        self._reset(self._all, is_bad)
+
+    def undo(self, is_bad: torch.Tensor | bool, besides: frozenset[str]) -> None:
+        """Give buffers that changed after a gather their values of the step's start, where it `is_bad`, as in `finish`.
+
+        Args:
+            besides: the buffers that the shards changed.
+        """
+        if not self.is_whole:
+            names = (name for name, buffer in self.found.items() if name not in besides and buffer.written)
+            self._reset(frozenset(names), is_bad)
+
+    @torch.no_grad()
+    def _reset(self, names: frozenset[str], is_bad: torch.Tensor | bool) -> None:
         if is_bad is True:
-            self.restore(self._all)
+            self.restore(names)
         elif is_bad is not False:
-            for group in self._groups(self._all):
+            for group in self._groups(names):
                 opened = _opened(group)
-                values = torch.where(is_bad, _decoded(opened), _decoded(_tensors(group)))
+                is_late = self._goes_on or not self.is_whole
+                now = list(map(Buffer.value, group)) if is_late else _tensors(group)
+                values = torch.where(is_bad, _decoded(opened), _decoded(now))
                 _assign(group, assemble_all(values, opened))
 
     @torch.no_grad()
@@ -393,12 +463,6 @@ def _stay(group: list[Buffer]) -> bool:
             if owner._buffers[key] is not tensor:
                 return False
     return True
-
-
-def _lend_copies(buffers: list[Buffer]) -> None:
-    """Give the modules new tensors with the values of the step's start, since a graph holds those that they have."""
-    for buffer, copied in zip(buffers, copies_of(_opened(buffers)), strict=True):
-        buffer.stand(copied)
 
 
 def _assign(buffers: Sequence[Buffer], values: list[torch.Tensor]) -> None:

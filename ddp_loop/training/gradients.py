@@ -6,9 +6,10 @@ as in the loop on one device. Where only some shards did, the others count as ze
 [Note: Left out] A copy of the model, such as a moving average, gets no gradient. In the plan it would double the bytes
 of the sums, and no bucket would be complete before backward ends. So after the first fold, the plan leaves out
 parameters that no shard of any rank gave a gradient. When a shard gives such a parameter one, the control word says so.
-All ranks then agree on these parameters, sum them apart in that step, and plan them from the next one on. The
-parameters of an `AveragedModel` that no optimizer has stay out: a gradient that they get updates nothing, and becomes
-None.
+All ranks then agree on these parameters, sum them apart in that step, and plan them from the next one on. The same
+holds for parameters that are frozen as the pass opens and unfrozen in a shard. A rank without a shard does not see
+that, so a plan depends on the parameters that want a gradient as a pass opens, and on the agreed ones. The parameters
+of an `AveragedModel` that no optimizer has stay out: a gradient that they get updates nothing, and becomes None.
 
 [Note: Shard by shard] In a tree order each shard's gradients are taken out of the parameters after its backward: copied
 for a left half, added for a right half. So k shards on a rank need at most log2(k) more flat tensors, and the
@@ -431,8 +432,10 @@ class UnplannedGradients:
     Attributes:
         is_chosen: whether the plan is without the parameters that the first fold gave nothing.
         names: of the left-out parameters that this rank's shards gave a gradient in this pass.
+        wanting: the parameters that wanted a gradient as this pass opened.
         averaged, awaited: the parameters that the next plan is without; the awaited ones may still get a gradient, as
             all ranks know alike.
+        waiting: the awaited ones, and the unplanned ones that were frozen as this pass opened.
     """
 
     def __init__(self, names: Mapping[Parameter, str], averaged: Collection[Parameter], bucketing: Bucketing) -> None:
@@ -443,14 +446,19 @@ class UnplannedGradients:
         self.names: frozenset[str] = frozenset()
         self._unfrozen: list[Bucket] = []
         self._found: dict[Parameter, Bucket] = {}  # of one left-out parameter each
+        self.wanting: list[Parameter] = []
         self.awaited: list[Parameter] = []
+        self.waiting: list[Parameter] = []
+        self._agreed: set[Parameter] = set()  # that were waiting, and got a gradient
 
     def open(self, planned: Collection[Parameter]) -> list[Bucket]:
         """Begin a pass; returns buckets for unfrozen parameters, which are sent once all ranks agree."""
         self.names = frozenset()
         self._found = {}
         known = {*planned, *self.averaged, *self.awaited}
-        unfrozen = [parameter for parameter in self._names if parameter.requires_grad and parameter not in known]
+        unfrozen = [parameter for parameter in self.wanting if parameter not in known]
+        known |= {*unfrozen}
+        self.waiting = [*self.awaited, *(parameter for parameter in self._names if parameter not in known)]
         self._unfrozen = [Bucket(group, self._bucketing) for group in grouped(unfrozen, self._bucketing.sizes)]
         return self._unfrozen
 
@@ -468,8 +476,9 @@ class UnplannedGradients:
         return list(map(self._found.__getitem__, found))
 
     def foreign(self) -> list[Parameter]:
-        """The left-out parameters that have a gradient and no bucket."""
-        return [parameter for parameter in self.awaited if parameter.grad is not None and parameter not in self._found]
+        """The waiting parameters that have a gradient and no bucket."""
+        made = compress(self.waiting, map(is_not, map(_GRAD, self.waiting), repeat(None)))
+        return [parameter for parameter in made if parameter not in self._found]
 
     def sum(self, names: Collection[str]) -> list[Bucket]:
         """Sum the gradients of unfrozen parameters, and of left-out ones with these names. Every rank must call this.
@@ -484,6 +493,7 @@ class UnplannedGradients:
         buckets = [*self._unfrozen]
         for parameter, name in self._names.items():
             if name in names:
+                self._agreed.add(parameter)
                 buckets.append(self._found.get(parameter) or Bucket([parameter], self._bucketing))
         for bucket in buckets:
             bucket.accumulation.add_empty_shards()
@@ -500,12 +510,14 @@ class UnplannedGradients:
             return False  # the mini-batch had no weight
         known = {*self.averaged, *(planned if self.is_chosen else ())}
         self.is_chosen = True
-        self.awaited = [
-            parameter
-            for parameter in self._names
-            if parameter.requires_grad and parameter.grad is None and parameter not in known
-        ]
+        self.awaited = [parameter for parameter in self.wanting if parameter.grad is None and parameter not in known]
         return bool(self.awaited)
+
+    def choice(self) -> list[Parameter]:
+        """The parameters to plan, as all ranks know alike."""
+        left_out = {*self.averaged, *self.awaited}
+        chosen = {*self.wanting, *self._agreed} - left_out
+        return [parameter for parameter in self._names if parameter in chosen]
 
 
 class Gradients:
@@ -568,7 +580,7 @@ class Gradients:
             room, room_each: for so many values, and so many for each planned parameter.
         """
         if not self.buckets:
-            self._forms = {parameter: (parameter.dtype, parameter.stride()) for parameter in self._choice()}
+            self._forms = {parameter: (parameter.dtype, parameter.stride()) for parameter in self.unplanned.choice()}
         extras = room + room_each * len(self._forms)
         if not self.buckets:
             *groups, last = self.bucketing.groups(list(self._forms)[::-1])
@@ -599,15 +611,10 @@ class Gradients:
         self.current.buckets = []
         self.current.folded = []
 
-    def _choice(self) -> list[Parameter]:
-        """The parameters to plan."""
-        left_out = {*self.unplanned.averaged, *self.unplanned.awaited}
-        return [parameter for parameter in self._names if parameter.requires_grad and parameter not in left_out]
-
     @property
     def planned(self) -> int:
         """The number of parameters in planned buckets, or in those that `plan` would make."""
-        return len(self._forms if self.buckets else self._choice())
+        return len(self._forms if self.buckets else self.unplanned.choice())
 
     # -- one pass over the shards --------------------------------------------------------------------------
 
@@ -638,6 +645,10 @@ class Gradients:
                 f"strides {parameter.stride()}. Convert the model before the Loop is created."
             )
         requires_grad = list(map(_REQUIRES_GRAD, self._names))
+        if has_new_wants := requires_grad != self._requires_grad:
+            self._requires_grad = requires_grad
+            self.unplanned.wanting = wanting = list(compress(self._names, requires_grad))
+            self.trainable = tuple(f"{self._names[parameter]} {tuple(parameter.shape)}" for parameter in wanting)
         self.current = GradientPass(number, looks, list(map(_VERSION, self._names)))
         set_grads(self._names, repeat(None))
         if not self.buckets:
@@ -645,11 +656,8 @@ class Gradients:
         elif former.has_new_hooks:
             self._set_hooks()
         unfrozen = []
-        if requires_grad != self._requires_grad or former.buckets != self.buckets:
+        if has_new_wants or former.buckets != self.buckets:
             unfrozen = self.unplanned.open(self._forms)
-        if requires_grad != self._requires_grad:
-            self._requires_grad = requires_grad
-            self.trainable = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
         self.current.buckets = [*self.buckets, *unfrozen]
         for bucket in self.current.buckets:
             bucket.open()
@@ -688,7 +696,7 @@ class Gradients:
             factor_later = None if wider is None else factor
         else:
             self._backpropagate(loss, factor, last=last, retain_graph=more)
-        if self.unplanned.awaited:
+        if self.unplanned.waiting:
             current.buckets += self.unplanned.adopt(current.shards)
         current.goes_on = more
         if not more:
@@ -787,7 +795,7 @@ class Gradients:
 
     def _find_tampered(self) -> RuntimeError | None:
         """The error of a gradient that is not as the step's backwards left it."""
-        foreign = self.unplanned.foreign() if self.unplanned.awaited else []
+        foreign = self.unplanned.foreign() if self.unplanned.waiting else []
         if self.current.next:
             foreign += self._written_late()
         for parameter in foreign:

@@ -116,6 +116,7 @@ from ddp_loop.training.validation import (
     bad_loss,
     check_mean,
     check_synced,
+    check_tables,
     check_trainable,
     check_weight,
     enabled_scalers,
@@ -143,6 +144,7 @@ _VALUES = methodcaller("values")  # a scripted module's tables are no dicts
 _PARAMS = itemgetter("params")
 _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _NUMBER = attrgetter("number")
 _SHARD_NUMBER = attrgetter("shard.number")
 
@@ -574,6 +576,7 @@ class Step:
         if job.gathering.is_used:
             fold.end_pass()
             self._gather.send_no_gather()
+            problem = problem or fold.changed_twice()
         result = fold.close(mini_batch, self.iteration, problem)
         self.is_broken = False
         if recorder.tracer is not None:
@@ -734,6 +737,7 @@ class FoldPass:
         loss_scale: of a GradScaler.
         raw: the collectives of the script as the first shard began.
         request: of this rank, where its flag was sent.
+        gathered: the statistics before calls after a gather, where a bad step is skipped.
     """
 
     opened_by: object = None
@@ -745,6 +749,7 @@ class FoldPass:
     loss_scale: torch.Tensor | None = None
     raw: int = 0
     request: ControlRequest | None = None
+    gathered: RunningStatsSnapshot | None = None
 
 
 class Fold:
@@ -773,7 +778,8 @@ class Fold:
             are rounded to the parameters' dtype. None for the parameters' dtype.
 
     Raises:
-        ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
+        ValueError: a model that torch shares between ranks, a hook on a parameter, a table that divides by counts in a
+            shard, or a rule for an unknown buffer.
 
     Attributes:
         current: the pass that is open, or the last one.
@@ -803,6 +809,8 @@ class Fold:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
         self.modules = each_module(modules)  # whose modes must be the same in all shards
+        if shards > 1:
+            check_tables(self.modules)
         custom = custom_norms(self.modules.values())
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in custom if shards == 1)]
         order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
@@ -845,6 +853,7 @@ class Fold:
         """Remove all hooks."""
         self.gradients.release()
         self._statistics.release()
+        self._use_whole(False)
         self._events = _NoEvents()  # the loop's job, which holds this fold: both would wait for the garbage collector
 
     # -- a pass over the shards ----------------------------------------------------------------------------
@@ -976,6 +985,7 @@ class Fold:
             loss: shape (), the same on every rank.
             gather: of this pass.
         """
+        self._statistics.accept()
         leaves = [rows for rows in gather.whole or () if rows.requires_grad]
         gradients: list[torch.Tensor | None] = []
         # The loss's own parameters count on one rank alone. The first row's rank has a shard; rank 0 may have none.
@@ -983,7 +993,9 @@ class Fold:
             self._backward_held(loss, more=True, last=False)
             gradients = [leaf.grad for leaf in leaves]
         elif leaves:
-            gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+            with self._in_backward():
+                gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        self._use_whole(False)
         for held in gather.held:
             ends = [output for output in held.outputs if output.requires_grad]
             pairs = zip(ends, gradients, strict=True)
@@ -994,21 +1006,28 @@ class Fold:
                 self._backward_held(reduce(torch.add, parts), last=held is gather.held[-1], is_empty=is_empty)
             elif not is_empty:
                 self.gradients.finish_shard()
+        self._use_whole(True)
         gather.held = []
         gather.whole = None
 
     def _backward_held(self, loss: torch.Tensor, *, last: bool, more: bool = False, is_empty: bool = False) -> None:
         """Backpropagate into a shard's held outputs; of an empty one as in `backward_empty`."""
-        self._statistics.recording()
-        self._statistics.discard()
         if last and self.control.owes_flag:
             self.control.flag()
+        with self._in_backward():
+            if is_empty:
+                self.gradients.backward_empty(loss, more=more)
+            else:
+                self.gradients.backward(loss, 1.0, last=last, more=more)
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Keep buffers and running statistics as they are while a backward inside runs forwards again."""
+        self._statistics.recording()
+        self._statistics.discard()
         try:
             with self._buffers.untouched():
-                if is_empty:
-                    self.gradients.backward_empty(loss, more=more)
-                else:
-                    self.gradients.backward(loss, 1.0, last=last, more=more)
+                yield
         finally:
             self._statistics.stop()
 
@@ -1028,7 +1047,10 @@ class Fold:
 
     @contextmanager
     def between_shards(self) -> Iterator[None]:
-        """Allow collectives after the last shard's forward; all ranks run them. Every rank must call this."""
+        """Allow collectives after the last shard's forward, for a gather. Every rank must call this.
+
+        From then on each rank has the whole mini-batch.
+        """
         for channel in self.sync_channels:
             channel.send_control()
         self._world.blocked_because = None
@@ -1037,6 +1059,16 @@ class Fold:
             yield
         finally:
             self._world.blocked_because = _OPEN
+        self._use_whole(True)
+        self._statistics.close([record.captures for record in self.current.records])
+        if self._guard is not None and self._guard.skips:
+            self.current.gathered = RunningStatsSnapshot(layer.norm.module for layer in self._statistics.layers)
+            self.current.gathered.record()
+
+    def _use_whole(self, is_gathered: bool) -> None:
+        """Say whether synced layers that are called now have the whole mini-batch."""
+        for channel in self.sync_channels:
+            channel.is_gathered = is_gathered
 
     # -- the fold ------------------------------------------------------------------------------------------
 
@@ -1045,7 +1077,17 @@ class Fold:
         self.current.opened_by = None
         self._world.blocked_because = None
         for channel in self.sync_channels:
+            channel.is_gathered = False
             channel.send_control()
+
+    def changed_twice(self) -> RuntimeError | None:
+        """The error of a buffer that changed in the shards, and again after a gather."""
+        if (name := self._buffers.changed_twice()) is None:
+            return None
+        return RuntimeError(
+            "A buffer must change in the shards, or between step.gather() and step.fold(), not in both. "
+            f"{name} changed in both. Change it after step.fold(), or use another module after the gather."
+        )
 
     def close(self, mini_batch: MiniBatch, iteration: int, problem: Exception | None = None) -> StepResult:
         """Make `.grad`, statistics and buffers the whole mini-batch's. Every rank must call this.
@@ -1148,7 +1190,7 @@ class Fold:
         return (
             self.current.request is not NO_REQUEST
             or self._rows is None
-            or bool(self.gradients.unplanned.awaited)
+            or any(map(_REQUIRES_GRAD, self.gradients.unplanned.waiting))
             or (differing or self._statistics.problem or self.gradients.changed_since_opened()) is not None
             or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(local_layout))
             or not self._buffers.changed() <= self._rows.layout.buffers
@@ -1201,6 +1243,9 @@ class Fold:
             is_bad = guard.check(judged, gradients)
         if is_bad is not False:
             self._snapshot.restore(is_bad)
+            if self.current.gathered is not None:
+                self.current.gathered.restore(is_bad)
+                self._buffers.undo(is_bad, layout.buffers)
             self.current.had_gradients = False
         rows.apply(table, sizes, self.current.records, is_bad)
         if replans:  # as each new layout does; now, since by the next pass one rank may have unfrozen something

@@ -158,6 +158,17 @@ def check_trainable(parameters: Mapping[str, nn.Parameter], state: Mapping[str, 
         )
 
 
+def check_tables(modules: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError if torch divides the gradient of a table by how often a shard has each row of it."""
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            raise ValueError(
+                f"With several shards a table must not have scale_grad_by_freq=True. {name} has it, and torch would "
+                "divide by how often a row is used in the shard, not in the mini-batch. Make it with "
+                "scale_grad_by_freq=False, or train with Batches(..., shards=1)."
+            )
+
+
 def check_arguments(
     batches: Batches,
     epochs: int | None,

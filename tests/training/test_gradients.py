@@ -112,10 +112,34 @@ def embed(world: dl.World, folder: str, options: dict[str, Any], culprit: int) -
     train_in(world, table, lambda model, rows: model(rows).square().mean(), torch.arange(16) % 8, 8, run_dir=folder)
 
 
+def count_rows(world: dl.World, folder: str, kind: Any, shards: int | None) -> None:
+    batches = dl.Batches(torch.arange(16).view(8, 2) % 8, 4, world, shards=shards)
+    dl.Loop(batches, 1, state={"model": kind(8, 3, scale_grad_by_freq=True)}, run_dir=folder or None, progress=False)
+
+
+def count_rows_in_a_world(kind: Any) -> None:
+    with dl.join_world() as world:
+        count_rows(world, "", kind, None)
+
+
 @pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
 def test_sparse_gradients_are_refused_with_the_remedy(refused: Refused) -> None:
     said = "The fold takes dense gradients. .* Make the embedding with sparse=False"
     refused(2, embed, {"sparse": True}, 1, kind="ValueError", said=said, by=1)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 4)])
+def test_a_gradient_divided_by_counts_in_the_shard_is_refused(
+    ranks: int, shards: int | None, kind: type[nn.Module], refused: Refused
+) -> None:
+    said = "must not have scale_grad_by_freq=True. model has it, .* scale_grad_by_freq=False"
+    refused(ranks, count_rows, kind, shards, by=ALL, kind="ValueError", said=said)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_one_shard_may_divide_by_the_counts_in_it(kind: type[nn.Module], on_ranks: OnRanks) -> None:
+    on_ranks(1, count_rows_in_a_world, kind)
 
 
 def test_a_forward_that_changes_parameters_is_refused(refused: Refused) -> None:

@@ -227,6 +227,102 @@ def test_a_left_out_parameter_takes_no_gradient_of_another_backward(refused: Ref
     refused(1, give_it_a_gradient_of_the_scripts_own, kind="RuntimeError", said=said)
 
 
+# -- what is unfrozen in a shard ---------------------------------------------------------------------------
+
+
+def adversarial_losses(nets: Any, rows: torch.Tensor, trains_critic: bool) -> torch.Tensor:
+    """As in pix2pix, the network that is not trained now is frozen where its loss is computed."""
+    maker, critic = nets
+    critic.requires_grad_(trains_critic)
+    made: torch.Tensor = maker(rows)
+    losses: torch.Tensor = critic(made.detach()).exp() if trains_critic else -critic(made).tanh()
+    return losses.mean()
+
+
+def train_adversaries(world: dl.World | None, shards: int | None = None) -> Tensors:
+    nets = nn.ModuleList([nn.Linear(4, 4).double(), network()])
+    for one in nets[0].parameters():
+        nn.init.constant_(one, 0.2)
+    optimizer = torch.optim.SGD(nets.parameters(), lr=0.1)
+    if world is None:
+        for rows in samples(24).split(6):
+            for trains_critic in (False, True):
+                optimizer.zero_grad()
+                adversarial_losses(nets, rows, trains_critic).backward()
+                optimizer.step()
+        return values_of(nets)
+    batches = dl.Batches(samples(24), 6, world, shards=shards, shuffle=False)
+    for step in dl.Loop(batches, 1, state={"nets": nets, "optimizer": optimizer}, progress=False):
+        for trains_critic in (False, True):
+            for rows in step:
+                step.backward(adversarial_losses(nets, rows, trains_critic))
+            step.fold()
+            optimizer.step()
+    return values_of(nets)
+
+
+def train_adversaries_in_a_world(shards: int | None) -> Tensors:
+    with dl.join_world() as world:
+        return train_adversaries(world, shards)
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 3), (2, None), (3, 6)])
+def test_a_network_may_be_frozen_and_unfrozen_in_the_shards(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    with torch.random.fork_rng():
+        wanted = train_adversaries(None)
+    for found in on_ranks(ranks, train_adversaries_in_a_world, shards):
+        assert all(torch.allclose(one, other, rtol=BOUND, atol=BOUND) for one, other in zip(found, wanted, strict=True))
+
+
+def toggle_where_a_rank_has_no_samples(world: dl.World, folder: str) -> None:
+    nets = nn.ModuleList([nn.Linear(4, 4).double(), network()])
+    batches = dl.Batches(samples(8), 2, world, shuffle=False)
+    for step in dl.Loop(batches, 1, state={"nets": nets}, run_dir=folder or None, progress=False):
+        for trains_critic in (False, True):
+            for rows in step:
+                step.backward(adversarial_losses(nets, rows, trains_critic))
+            step.fold()
+
+
+def test_a_rank_that_does_not_run_the_toggle_is_told_so(refused: Refused) -> None:
+    said = r"The same parameters must want a gradient on every rank\..*nets\.1\.0\.weight"
+    refused(3, toggle_where_a_rank_has_no_samples, by=ALL, kind="ValueError", said=said)
+
+
+def unfreeze_in_a_shard(shards: int | None) -> list[Gradients]:
+    """The first layer is unfrozen in the second step's shards, weighted by their tokens; after it on all ranks."""
+    found = []
+    with dl.join_world() as world:
+        model = network()
+        model[0].requires_grad_(False)
+        batches = dl.Batches(samples(8), 2, world, shards=shards, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False, check_replicas_every=0):
+            for rows in step:
+                if step.iteration == 2:
+                    model[0].requires_grad_(True)
+                step.backward(loss_of(model, rows), weight=3.0)
+            step.fold()
+            model[0].requires_grad_(step.iteration >= 2)
+            found.append(gradients_of(model))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 2), (2, None), (3, None)])
+def test_what_is_unfrozen_in_a_shard_counts_in_that_step(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    """Also on a rank without samples, which does not unfreeze it."""
+    wanted: list[Gradients] = []
+    with torch.random.fork_rng():
+        model = network()
+    for number, rows in enumerate(samples(8).split(2)):
+        model.zero_grad()
+        loss_of(model, rows).backward()
+        if number == 0:
+            model[0].zero_grad()
+        wanted.append(gradients_of(model))
+    for found in on_ranks(ranks, unfreeze_in_a_shard, shards):
+        assert all(is_like(one, other, BOUND) for one, other in zip(found, wanted, strict=True))
+
+
 # -- what only shards of weight 0 use ----------------------------------------------------------------------
 
 
