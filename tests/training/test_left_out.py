@@ -284,7 +284,7 @@ def toggle_where_a_rank_has_no_samples(world: dl.World, folder: str) -> None:
             step.fold()
 
 
-def test_a_rank_that_does_not_run_the_toggle_is_told_so(refused: Refused) -> None:
+def test_ranks_of_which_one_does_not_run_the_toggle_get_one_error(refused: Refused) -> None:
     said = r"The same parameters must want a gradient on every rank\..*nets\.1\.0\.weight"
     refused(3, toggle_where_a_rank_has_no_samples, by=ALL, kind="ValueError", said=said)
 
