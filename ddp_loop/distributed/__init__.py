@@ -5,7 +5,7 @@ from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode_all
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error, listed
-from ddp_loop.distributed.join import join_world, sharing_gpus
+from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch, pack_call, run_script
 from ddp_loop.distributed.machine import machine_of
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
@@ -78,6 +78,7 @@ __all__ = [
     "kept_by",
     "launch",
     "launcher_store",
+    "leave_open_worlds",
     "listed",
     "machine_of",
     "merge",
