@@ -281,23 +281,22 @@ class Reporter:
         self._draws = progress
         return secrets.token_hex(4)
 
-    def open(self, key: str | None) -> Callable[[Mapping[str, float]], None]:
-        """Start to report on this rank, with the key that `begin` returned on rank 0.
+    @property
+    def on_evaluated(self) -> Callable[[Mapping[str, float]], None]:
+        """Records an evaluation of this loop; it keeps neither this object nor the job's state alive."""
+        return partial(_record_evaluation, self.logged, self._where, self._console)
 
-        Returns:
-            What records an evaluation of this loop.
-        """
+    def open(self, key: str | None) -> None:
+        """Start to report on this rank, with the key that `begin` returned on rank 0."""
         world = self._world
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
-        record = partial(_record_evaluation, self.logged, self._where, self._console)
-        world.offer_to_evaluations(record)
+        world.offer_to_evaluations(self.on_evaluated)
         if self._checkpointer is not None:
             folder = self._checkpointer.folder
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
             self._usage = UsageLog(folder, world.rank, world.device, lambda: where.iteration, began, world.print)
-        return record
 
     # -- a step --------------------------------------------------------------------------------------------
 

@@ -150,7 +150,6 @@ class RunRecorder:
         stopped: why the loop stopped on request.
         holds: whether the script may do something between two epochs, which a stop can cut off.
         has_rows: whether rows are made.
-        on_evaluated: records an evaluation of this loop.
     """
 
     def __init__(
@@ -167,10 +166,14 @@ class RunRecorder:
         self.stopped: str | None = None
         self.holds = True
         self.has_rows = False
-        self.on_evaluated: Callable[[Mapping[str, float]], None] = lambda result: None
         self._saved = -1  # the iteration of the last checkpoint
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
         self._ending: Callable[[], None] = _nothing  # called when the world is left
+
+    @property
+    def on_evaluated(self) -> Callable[[Mapping[str, float]], None]:
+        """Records an evaluation of this loop."""
+        return self._report.on_evaluated
 
     def open(
         self,
@@ -275,7 +278,7 @@ class RunRecorder:
             return self._report.begin(opened, config or {}, progress=progress)
 
         key = self._world.on_rank_zero(begin)
-        self.on_evaluated = self._report.open(key)
+        self._report.open(key)
         self.has_rows = key is not None
 
     # -- a step --------------------------------------------------------------------------------------------
