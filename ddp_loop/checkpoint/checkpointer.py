@@ -528,7 +528,7 @@ class Checkpointer:
 
     def _unlock(self, run: RunFolder, status: str) -> None:
         """Unlock the run folder, on rank 0."""
-        if not self.has_folder:
+        if self._identity is not None and not self.has_folder:
             leave_advice(f"The run folder {self.folder} was removed or replaced while the run was in it.")
         elif status == "stopped":
             leave_advice("")  # the run's last line says how to go on

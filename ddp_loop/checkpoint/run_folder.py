@@ -34,7 +34,7 @@ from ddp_loop.checkpoint.config import Config, changes_between
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.secrets import hide_in_config, hide_secrets
 from ddp_loop.checkpoint.starting import lacks_secret, start_command, way_on, working_directory
-from ddp_loop.distributed import MOST_LETTERS
+from ddp_loop.elastic import MOST_LETTERS
 
 RUN = "run.json"
 LOCK = "lock"

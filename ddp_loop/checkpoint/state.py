@@ -17,7 +17,18 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.determinism import checksum_all, leaves, restore_streams, streams
-from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_modules, find_parameters, own_names
+from ddp_loop.distributed import (
+    ReplicaMismatch,
+    SharedBuffer,
+    World,
+    each_buffer,
+    each_module,
+    ends_of_copies,
+    find_modules,
+    find_parameters,
+    own_names,
+    version_of,
+)
 
 JOB = "job"
 _GENERATORS = "generators"
@@ -56,17 +67,21 @@ class OutsideStateDict:
 
     def begin(self) -> None:
         """Take the modes and buffers as the script made them."""
-        self._modes = {name: layer.training for name, layer in self._layers_in_training()}
-        self._buffers = {name: (weakref.ref(one), _version(one)) for name, _, _, one in self._buffers_outside()}
+        self._modes = {name: layer.training for name, layer in self._layers_in_training().items()}
+        self._buffers = {
+            shared.names[0]: (weakref.ref(shared.tensor), version_of(shared.tensor))
+            for shared in self._buffers_outside()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the frozen and of the optimizers' parameters; the modes and buffers that have changed."""
-        modes = {name: layer.training for name, layer in self._layers_in_training()}
+        modes = {name: layer.training for name, layer in self._layers_in_training().items()}
+        changed = [shared for shared in self._buffers_outside() if self._is_changed(shared)]
         parameters = find_parameters(self._state)
         return {
             "frozen": [name for name, one in parameters.items() if not one.requires_grad],
             "modes": {name: mode for name, mode in modes.items() if mode != self._modes.get(name, True)},
-            "buffers": {name: one for name, _, _, one in self._buffers_outside() if self._is_changed(name, one)},
+            "buffers": {shared.names[0]: shared.tensor for shared in changed},
             "optimizers": self._numbered(parameters),
         }
 
@@ -89,16 +104,18 @@ class OutsideStateDict:
         for name, parameter in parameters.items():
             parameter.requires_grad_(name not in state["frozen"])
         modes = state.get("modes", {})
-        for name, layer in self._layers_in_training():
+        for name, layer in self._layers_in_training().items():
             layer.training = modes.get(name, layer.training)
         buffers = state.get("buffers", {})
-        for place, owner, key, buffer in self._buffers_outside():
-            if place in buffers:
-                owner._buffers[key] = _filled(buffer, buffers[place], {place}, place)
+        for shared in self._buffers_outside():
+            if (place := shared.names[0]) in buffers:
+                restored = _filled(shared.tensor, buffers[place], {place}, place)
+                for owner, key in shared.places:
+                    owner._buffers[key] = restored
 
-    def _is_changed(self, name: str, buffer: torch.Tensor) -> bool:
-        began, version = self._buffers.get(name, (lambda: None, 0))
-        return began() is not buffer or version != _version(buffer)
+    def _is_changed(self, shared: SharedBuffer) -> bool:
+        began, version = self._buffers.get(shared.names[0], (lambda: None, 0))
+        return began() is not shared.tensor or version != version_of(shared.tensor)
 
     def _numbered(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """For each optimizer, the names of its parameters in its order."""
@@ -109,19 +126,15 @@ class OutsideStateDict:
             if isinstance(part, Optimizer)
         }
 
-    def _layers_in_training(self) -> Iterator[tuple[str, nn.Module]]:
+    def _layers_in_training(self) -> dict[str, nn.Module]:
         """The modules of each model in training mode, by name."""
-        for prefix, model in find_modules(self._state).items():
-            if model.training:
-                yield from model.named_modules(prefix=prefix)
+        return each_module({name: model for name, model in find_modules(self._state).items() if model.training})
 
-    def _buffers_outside(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-        """The buffers with `persistent=False`, by name, each with its module and its name there."""
-        for prefix, model in find_modules(self._state).items():
-            for name, layer in model.named_modules(prefix=prefix):
-                for key, buffer in layer._buffers.items():
-                    if buffer is not None and key in layer._non_persistent_buffers_set:
-                        yield f"{name}.{key}", layer, key, buffer
+    def _buffers_outside(self) -> Iterator[SharedBuffer]:
+        """The buffers with `persistent=False`."""
+        for shared in each_buffer(find_modules(self._state)):
+            if all(key in owner._non_persistent_buffers_set for owner, key in shared.places):
+                yield shared
 
 
 class JobState:
@@ -366,11 +379,6 @@ def _can_take(own: torch.Tensor, kept: torch.Tensor) -> bool:
         return False
     has_same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
     return has_same_form and own.untyped_storage().resizable()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 if torch does not count it."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _objects(path: str, value: object) -> Iterator[tuple[str, Any]]:

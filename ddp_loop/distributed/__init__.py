@@ -4,7 +4,7 @@ from ddp_loop.distributed.backend import PieceOrder, Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode_all
-from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error, listed
+from ddp_loop.distributed.failures import PeerFailed, Stopped, format_error, listed
 from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch, pack_call, run_script
 from ddp_loop.distributed.machine import machine_of
@@ -22,6 +22,7 @@ from ddp_loop.distributed.replica_check import (
     require_one_model,
 )
 from ddp_loop.distributed.replicas import (
+    SharedBuffer,
     check_layout,
     check_structure,
     each_buffer,
@@ -30,6 +31,7 @@ from ddp_loop.distributed.replicas import (
     find_parameters,
     find_tensors,
     under_all_names,
+    version_of,
 )
 from ddp_loop.distributed.signals import WorkerSignals
 from ddp_loop.distributed.store import RankStore
@@ -39,7 +41,6 @@ from ddp_loop.distributed.world import World
 
 __all__ = [
     "IDENTITY",
-    "MOST_LETTERS",
     "Cell",
     "PeerFailed",
     "PieceOrder",
@@ -49,6 +50,7 @@ __all__ = [
     "RankStore",
     "ReplicaCheck",
     "ReplicaMismatch",
+    "SharedBuffer",
     "Stopped",
     "SumNode",
     "Work",
@@ -96,4 +98,5 @@ __all__ = [
     "sendable",
     "sharing_gpus",
     "under_all_names",
+    "version_of",
 ]

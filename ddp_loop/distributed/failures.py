@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_loop.distributed.values import sendable
-from ddp_loop.elastic import is_of_package
+from ddp_loop.elastic import cut_text, is_of_package
 
-MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
+STORED_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
 _IN_WORKER = "Original Traceback (most recent call last):\n"  # in the text of an exception from a DataLoader's worker
 
 
@@ -141,16 +141,8 @@ def format_error(error: BaseException) -> str:
         return str(error)
     head, mark, trace = "".join(traceback.format_exception_only(error)).strip().partition(_IN_WORKER)
     lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # of a chain's last one
-    return cut_text(head + "\n".join(line for line in lines if not line.startswith(" ")) if mark else head)
-
-
-def cut_text(text: str, most: int = MOST_LETTERS) -> str:
-    """The text without its middle if it has more letters; by default what the store takes, which refuses 8 MiB."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    left_out = f"[{len(text) - most} characters are left out. The run folder, if there is one, has the whole.]"
-    return f"{text[:half]}\n{left_out}\n{text[-half:]}"
+    text = head + "\n".join(line for line in lines if not line.startswith(" ")) if mark else head
+    return cut_text(text, STORED_LETTERS)
 
 
 def describe_gone(name: str, where: RankStatus) -> str:

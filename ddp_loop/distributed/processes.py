@@ -14,11 +14,12 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, cut_text, format_error
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, format_error
 from ddp_loop.elastic import (
     INTERRUPTED_EXIT,
     PEER_FAILED_EXIT,
     UNSAVED_EXIT,
+    cut_text,
     flush_output,
     is_reported,
     leave_error,

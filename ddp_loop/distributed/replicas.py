@@ -55,6 +55,11 @@ def each_buffer(modules: Mapping[str, nn.Module]) -> list[SharedBuffer]:
     return list(found.values())
 
 
+def version_of(tensor: torch.Tensor | None) -> int:
+    """The number of a tensor's writes; 0 of an inference tensor, which counts none."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
 def under_all_names(modules: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Rules for buffers, under every name of each buffer; of several rules for one buffer the first."""
     spread = dict(rules)

@@ -12,17 +12,18 @@ import torch.distributed as dist
 
 from ddp_loop.distributed.failures import (
     STAGE_NUMBERS,
+    STORED_LETTERS,
     PeerFailed,
     PeerGone,
     RankReport,
     RankStatus,
     capital,
-    cut_text,
     describe_gone,
     find_culprit,
     format_error,
 )
 from ddp_loop.distributed.values import from_bytes, to_bytes
+from ddp_loop.elastic import cut_text
 
 _FAILURE = "ddp_loop/failure"
 _ENDED = "ddp_loop/ended"
@@ -110,7 +111,7 @@ class RankStore:
 
     def set_failure(self, error: BaseException, where: RankStatus) -> None:
         """Note that this rank failed, unless another one failed before."""
-        text = cut_text("".join(traceback.format_exception(error)))
+        text = cut_text("".join(traceback.format_exception(error)), STORED_LETTERS)
         what = format_error(error)
         if isinstance(error, SystemExit) and (lines := traceback.extract_tb(error.__traceback__)):
             what += f", at {lines[-1].filename}:{lines[-1].lineno}, while other ranks went on"

@@ -28,7 +28,7 @@ START = "DDP_LOOP_START"  # in the ranks' environment: how `run` was started
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's error
 ADVICE = ".advice"  # added to the name of that file
 _REPORTED = "_ddp_loop_is_reported"  # of an exception
-_LETTERS = 8000  # of an error; of a longer one the middle is left out
+MOST_LETTERS = 8000  # of an error that a launcher prints
 _OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "__main__.py"))
 
 
@@ -161,19 +161,22 @@ def leave_error(
     now = time.time()
     if not path:
         return
-    facts: dict[str, object] = {"py_callstack": _cut(text), "timestamp": str(int(now))}
+    facts: dict[str, object] = {"py_callstack": cut_text(text), "timestamp": str(int(now))}
     if not is_shown:
         facts |= {"at": now, "where": where, "is_peer": is_peer, "is_shown": False}
     with suppress(OSError):
-        _write_whole(path, json.dumps({"message": {"message": _cut(line), "extraInfo": facts}}))
+        _write_whole(path, json.dumps({"message": {"message": cut_text(line), "extraInfo": facts}}))
         if not is_shown:
             setattr(error, _REPORTED, True)
 
 
-def _cut(text: str) -> str:
-    """The beginning, with the script's lines and the error's kind, and the end of a text with too many letters."""
-    half = _LETTERS // 2
-    return text if len(text) <= _LETTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
+def cut_text(text: str, most: int = MOST_LETTERS) -> str:
+    """The text without its middle if it has more letters: the kind of an error stays, and its last words."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    left_out = f"[{len(text) - most} characters are left out. The run folder, if there is one, has the whole.]"
+    return f"{text[:half]}\n{left_out}\n{text[-half:]}"
 
 
 def leave_advice(advice: str) -> bool:

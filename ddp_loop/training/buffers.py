@@ -38,7 +38,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ddp_loop.accelerators import HostCopy, copies_of, is_asynchronous
 from ddp_loop.determinism import same_bits
-from ddp_loop.distributed import assemble_all, columns, decode, each_buffer, encode_all
+from ddp_loop.distributed import assemble_all, columns, decode, each_buffer, encode_all, version_of
 
 BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 BUFFER_REDUCTIONS = get_args(BufferReduction)
@@ -48,11 +48,6 @@ _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of g
 _FORM = attrgetter("shape", "dtype", "device")
 _WRITTEN, _CHANGED = map(attrgetter, ("written", "changed"))
 _KIND = attrgetter("reduction", "opened.dtype", "opened.device")
-
-
-def version_of(tensor: torch.Tensor | None) -> int:
-    """The number of a tensor's writes; 0 of an inference tensor, which counts none."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False, repr=False)

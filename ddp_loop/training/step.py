@@ -86,9 +86,10 @@ from ddp_loop.distributed import (
     find_parameters,
     find_tensors,
     listed,
+    version_of,
 )
 from ddp_loop.training.buckets import Bucketing, bucket_sizes
-from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers, version_of
+from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.checks import NEVER, NonFiniteGuard, StepChecks
 from ddp_loop.training.gather import BatchGather, GatherAgreement
 from ddp_loop.training.gradients import Gradients

@@ -317,7 +317,7 @@ def test_of_a_long_error_the_beginning_and_the_end_are_printed(start: Start, tmp
     code, _, errors = ended(start(*RUN[:-1], RUN[-1], str(script)))
     assert code == 1
     assert re.search(r'long\.py", line 1, in <module>\n[^$]*ValueError: no key, key, ', errors)
-    assert errors.count("[...]") == 1
+    assert errors.count("characters are left out") == 1
     assert " at last\n" in errors
 
 
