@@ -63,7 +63,7 @@ _MOVED = (
     *(TITLE, LOGGED, TEXTS, IMAGES, IMAGE_FOLDER, CONSOLE, USAGE),
 )
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
-ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
+ERROR = "error.rank-{rank}.txt"  # the whole of an error's text of which messages have the ends alone
 _OF_POSITIONS = ("samples", "batch_size", "drop_last", "partition", "until", "parts")  # a run with others is another
 _CONTENT = "the script's content"
 _SHOWN = 6  # changes in a notice
