@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_loop as dl
 from benchmarks.gpu_machine import Machine, Sheet, group_of_one
 from benchmarks.jobs import ddp_tuning
+from benchmarks.measuring import drop_reducers
 
 LAYERS = 8  # a bucket has the size of a layer
 STEPS = 12  # with the comparisons of the replicas after steps 1 and 10
@@ -53,6 +54,7 @@ def bytes_per_parameter(width: int, shards: int | None, *, ddp: bool = False) ->
                     optimizer.zero_grad()
                     wrapped(rows).square().mean().backward()
                     optimizer.step()
+                drop_reducers()
         else:
             batches = dl.Batches((torch.ones(16 * world.size, width),), 8 * world.size, world, shards=shards)
             state = {"model": model, "optimizer": optimizer}

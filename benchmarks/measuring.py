@@ -6,6 +6,7 @@ pair of blocks lies within a second, and the order is turned round so that drift
 
 from __future__ import annotations
 
+import gc
 import inspect
 import platform
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_loop as dl
 
@@ -71,8 +73,19 @@ def joined(exchange: str | None = None, device: str = "cpu") -> Iterator[dl.Worl
         try:
             yield world
         finally:
+            drop_reducers()
             if makes:
                 dist.destroy_process_group()
+
+
+def drop_reducers() -> None:
+    """Let DDP's wrappers go of their process group, before it is destroyed.
+
+    A Reducer that holds the last reference destroys the group with the GIL held, and waits for threads of gloo that may
+    wait for the GIL: the process hangs for ever.
+    """
+    for wrapper in [one for one in gc.get_objects() if type(one) is DistributedDataParallel]:
+        del wrapper.reducer, wrapper.logger
 
 
 def nothing() -> None:

@@ -50,6 +50,7 @@ def train_beside(exchange: str, machines: tuple[int, ...], own_calls: bool) -> t
             made = group._get_sequence_number_for_group()
         dl.evaluate(model, dl.Batches(torch.ones(5, 4), 2, world), mean=lambda output, rows: output.mean())
         assert group._get_sequence_number_for_group() == made
+        del beside  # before its group: else its Reducer may destroy the group, and hang
         return digest(model.state_dict().values()), ours
 
 

@@ -94,6 +94,14 @@ static void drop_ended(std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
   works.erase(std::remove_if(works.begin(), works.end(), [](auto& work) { return work->isCompleted(); }), works.end());
 }
 
+// gloo's destructor waits for its threads, and those wait for the GIL where a sum that a backward began holds Python's
+// context. torch's own bindings let the GIL go too; DDP's Reducer, which may hold the last reference, does not.
+static void drop_without_gil(c10::intrusive_ptr<c10d::Backend>& gloo) {
+  std::optional<py::gil_scoped_release> without_gil;
+  if (Py_IsInitialized() && PyGILState_Check()) without_gil.emplace();
+  gloo.reset();
+}
+
 struct Nccl final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   std::vector<c10::intrusive_ptr<c10d::Work>> under_way;
@@ -101,6 +109,7 @@ struct Nccl final : c10d::Backend {
   bool is_patient = false;  // its timeout is longer than the host's, which gloo below has
   Nccl(c10::intrusive_ptr<c10d::Backend> below, int rank, int size)
       : c10d::Backend(rank, size), gloo(std::move(below)) {}
+  ~Nccl() override { drop_without_gil(gloo); }
 
   const std::string getBackendName() const override { return kBackend; }
   bool supportsSplitting() const override { return false; }
@@ -265,6 +274,7 @@ struct Gloo final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> below;
   Gloo(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
       : c10d::Backend(rank, size), below(std::move(gloo)) {}
+  ~Gloo() override { drop_without_gil(below); }
   const std::string getBackendName() const override { return "gloo"; }
   void setSequenceNumberForGroup() override { below->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return below->getSequenceNumberForGroup(); }

@@ -83,14 +83,19 @@ sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.F
 
 
 def by_ddp() -> Tensors:
-    """torch's DDP with a hook that sums, on losses scaled by their shard's share; gone when this returns."""
+    """torch's DDP with a hook that sums, on losses scaled by their shard's share."""
     with dl.join_world() as world:
-        model = deep()
-        wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(None, sum_hook)
-        rows = samples(7).tensor_split(world.size)[world.rank]
-        (loss_of(wrapped, rows) * (len(rows) / 7)).backward()
-        return gradients_of(model)
+        return of_ddp(world)
+
+
+def of_ddp(world: dl.World) -> Tensors:
+    # A function of its own: the wrapper is gone before its group. Else its Reducer may destroy the group, and hang.
+    model = deep()
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, sum_hook)
+    rows = samples(7).tensor_split(world.size)[world.rank]
+    (loss_of(wrapped, rows) * (len(rows) / 7)).backward()
+    return gradients_of(model)
 
 
 def by_loop(bucket_cap_mib: float) -> Tensors:
