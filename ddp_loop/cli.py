@@ -201,9 +201,18 @@ def completion_of(shell: str) -> str:
         import shtab
     except ImportError as error:
         raise ImportError("--print-completion needs shtab. Run pip install 'ddp_loop[completion]'.") from error
+    from ddp_loop.elastic import run_parser
+
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ValueError(f"--print-completion takes {', '.join(shtab.SUPPORTED_SHELLS)}. Got {shell!r}.")
-    script: str = shtab.complete(_parser(), shell)
+    parser = _parser()
+    commands: Any = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    commands.choices["run"] = run_parser()
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.type is Path or action.dest == "training_script":
+                action.complete = shtab.FILE  # a folder too
+    script: str = shtab.complete(parser, shell)
     return script
 
 

@@ -1,6 +1,6 @@
 """The launcher: `python -m ddp_loop run SCRIPT` starts a script's ranks on this machine, through torch's own agent."""
 
-from ddp_loop.elastic.command import add_run, program_name, run_command
+from ddp_loop.elastic.command import add_run, program_name, run_command, run_parser
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, loopback_variables
 from ddp_loop.elastic.process_states import (
     GRACE_S,
@@ -50,6 +50,7 @@ __all__ = [
     "oom_kills",
     "program_name",
     "run_command",
+    "run_parser",
     "shorten_refusal",
     "show_unless_reported",
 ]

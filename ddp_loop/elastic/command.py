@@ -46,7 +46,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
         ValueError: an option has no such value, or the script does not exist.
     """
     program = program_name()
-    options = _parse(arguments, program)
+    options = _parse(arguments)
     _check_script(options)
     asked = options.nproc_per_node
     options.nproc_per_node = _ranks_of(asked)
@@ -109,9 +109,11 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}. Did you mean {like[0]}?" if like else message)
 
 
-def _parse(arguments: Sequence[str], program: str = "python -m ddp_loop") -> argparse.Namespace:
+def run_parser() -> argparse.ArgumentParser:
+    """Of the command's options: torchrun's, and its own first."""
     from torch.distributed.run import get_args_parser
 
+    program = program_name()
     parser = _Parser(
         parents=[get_args_parser()],
         add_help=False,  # torchrun's is there
@@ -137,6 +139,11 @@ def _parse(arguments: Sequence[str], program: str = "python -m ddp_loop") -> arg
     parser._action_groups = [own, positional, optional]
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=None)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = run_parser()
     options: argparse.Namespace = parser.parse_args(list(arguments))
     options.default_port = parser.get_default("master_port")
     return options

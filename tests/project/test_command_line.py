@@ -125,8 +125,39 @@ def test_the_version_is_that_of_the_package_and_of_torch(capsys: pytest.CaptureF
     )
 
 
-def test_a_shell_can_complete_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"subparsers=({' '.join(EXAMPLES)})" in printed_by(["--print-completion", "bash"], capsys)
+COMPLETE = """
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+_shtab_ddp_loop
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("ddp_loop pl", "plot"),
+        ("ddp_loop run --rank", "--ranks"),
+        ("ddp_loop run --standal", "--standalone"),
+        ("ddp_loop run some_scr", "some_script.py"),
+        ("ddp_loop plot some_fol", "some_folder"),
+        ("ddp_loop monitor --por", "--port"),
+    ],
+)
+def test_bash_completes_commands_options_and_files(
+    typed: str,
+    completed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/ddp_loop"])
+    (tmp_path / "some_script.py").touch()
+    (tmp_path / "some_folder").mkdir()
+    script = printed_by(["--print-completion", "bash"], capsys) + COMPLETE
+    command = ["bash", "-c", script, "bash", *typed.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == completed
 
 
 def test_the_console_script_is_named_in_its_help(
