@@ -52,6 +52,7 @@ from ddp_loop.checkpoint.storage import (
     CheckpointStore,
     best_of,
     by_score,
+    mebibytes,
     run_id_of,
     store_of,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "is_running",
     "lacks_secret",
     "load",
+    "mebibytes",
     "names_of_hidden",
     "opened",
     "read_json",

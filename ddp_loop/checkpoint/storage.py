@@ -102,6 +102,12 @@ class CheckpointInfo:
     problem: str | None
 
 
+def mebibytes(size: int) -> str:
+    """A number of bytes in MiB, of three digits where it is below 100: 1,431 and 0.00214."""
+    mib = size / 2**20
+    return f"{mib:,.0f}" if mib >= 99.5 else f"{mib:.3g}"
+
+
 class CheckpointStore:
     """The checkpoints of a run. Only one process may write at a time.
 

@@ -25,6 +25,7 @@ from ddp_loop.checkpoint.storage import (
     Checkpoint,
     CheckpointStore,
     CorruptCheckpoint,
+    mebibytes,
     run_id_of,
     some_of,
     store_of,
@@ -209,8 +210,8 @@ def export_weights(
         origin += f", score {found.score:.6g}"
     _write(file, tensors, facts)
     many = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
-    mib = sum(one.nbytes for one in tensors.values()) / 2**20
-    return f"{file}: {many} of {part}, {mib:.1f} MiB, from {found.path} ({origin})"
+    mib = mebibytes(sum(one.nbytes for one in tensors.values()))
+    return f"{file}: {many} of {part}, {mib} MiB, from {found.path} ({origin})"
 
 
 def _tensors_of(value: Any, part: str, path: Path) -> dict[str, torch.Tensor]:

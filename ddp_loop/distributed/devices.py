@@ -170,8 +170,9 @@ def describe_devices() -> str:
     """The machine, its devices, one a line, and the command that uses them."""
     gpus = all_gpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
     lines = [
-        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory",
+        f"torch {torch.__version__}, {cores} core{'s' * (cores > 1)}, {memory:.0f} GiB of memory",
         str(accelerator_of(torch.device("cpu"))),
         *(", ".join(filter(None, [str(gpu), gpu.uuid()])) for gpu in gpus),
     ]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ddp_loop.checkpoint import export_weights, run_id_of
+from ddp_loop.checkpoint import export_weights, mebibytes, run_id_of
 from ddp_loop.cli import main
 from tests.support.trained_runs import NAMES, State, Tied, flip_tensors, train_run
 
@@ -25,6 +25,11 @@ pytestmark = pytest.mark.covers("J9")
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize(("size", "words"), [(2240, "0.00214"), (5 << 20, "5"), (99 << 20, "99"), (3 << 29, "1,536")])
+def test_sizes_have_three_digits_and_no_exponent(size: int, words: str) -> None:
+    assert mebibytes(size) == words
 
 
 def metadata_of(file: Path) -> dict[str, str]:
@@ -48,7 +53,8 @@ def test_the_best_weights_are_exported_and_a_model_takes_the_file(
     epoch = number + 1
     assert main(["export", str(run), "-o", str(file), *options]) == 0
     source = run / "checkpoints" / NAMES[number]
-    said = f"{file}: 8 tensors of model, 0.0 MiB, from {source} (step {3 * epoch}, epoch {epoch}, score {score:g})\n"
+    size = mebibytes(sum(value.nbytes for value in kept[number].values()))
+    said = f"{file}: 8 tensors of model, {size} MiB, from {source} (step {3 * epoch}, epoch {epoch}, score {score:g})\n"
     assert tuple(capsys.readouterr()) == (said, "")
     model = Tied()
     model.load_state_dict(load_file(file))
