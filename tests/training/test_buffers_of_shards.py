@@ -383,6 +383,20 @@ def test_buffers_have_the_bits_of_the_plain_loop(
     assert abs(mean - whole) <= 1e-15
 
 
+def mean_of_integers() -> float:
+    def write(layer: Any, rows: torch.Tensor) -> None:
+        layer.moved += len(rows) ** 2
+
+    model = nn.Sequential(Layer(write, moved=torch.tensor([1000])), *network())
+    train(model, loss_of, samples(5), 5, buffer_reduction={"model.0.moved": "mean"})
+    return float(model.get_buffer("0.moved"))
+
+
+@pytest.mark.parametrize(("ranks", "moved"), [(2, (3 * 9 + 2 * 4) / 5), (3, (2 * 4 + 2 * 4 + 1) // 5)])
+def test_integers_move_by_the_whole_part_of_their_mean(ranks: int, moved: float, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, mean_of_integers) == [1000 + moved] * ranks
+
+
 def with_bits(dtype: torch.dtype, raw: list[int]) -> torch.Tensor:
     """Elements of a dtype, made of bytes; nan, which a conversion may replace by another nan, becomes 0."""
     if dtype is torch.bool:
