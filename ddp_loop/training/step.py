@@ -554,6 +554,11 @@ class Step:
                 f"{self.iteration} has gradients of another backward alone. Replace loss.backward() by "
                 "step.backward(loss)."
             )
+        if self._gather.held:
+            return RuntimeError(
+                f"Held outputs need a loss of the whole mini-batch. Step {self.iteration} held outputs, and has no "
+                "loss of them. After the shards call step.gather(), and step.backward(loss) with a loss of its result."
+            )
         return RuntimeError(
             f"step.backward must be called for every shard. Step {self.iteration} left out {without} of its "
             f"{len(self._loaded.mini_batch.sizes)} shards (a `continue`, a `break`, an error that was caught?). "
@@ -687,7 +692,8 @@ def _add_loss(
     elif record.losses and (isinstance(weight, torch.Tensor) or isinstance(former, torch.Tensor) or weight != former):
         raise ValueError(
             f"All losses of a shard must have the same weight. Got {weight} after {former}. Multiply the loss "
-            "itself by a factor."
+            "itself by a factor. For means over different things, as images and boxes, step.hold the sums and counts, "
+            "and divide after step.gather()."
         )
     if record.losses and ("loss" in record.summed) != (reduction == "sum"):
         raise ValueError(
@@ -985,14 +991,24 @@ class Fold:
         Args:
             loss: shape (), the same on every rank.
             gather: of this pass.
+
+        Raises:
+            ValueError: a loss of neither the gathered outputs nor parameters of the state.
         """
         self._statistics.accept()
-        leaves = [rows for rows in gather.whole or () if rows.requires_grad]
+        specs = zip(gather.whole or (), gather.agreement.specs or (), strict=True)
+        leaves = [rows for rows, spec in specs if spec.has_gradient]
         gradients: list[torch.Tensor | None] = []
         # The loss's own parameters count on one rank alone. The first row's rank has a shard; rank 0 may have none.
         if any(held.shard.samples and held.rows.start == 0 for held in gather.held):
             self._backward_held(loss, more=True, last=False)
             gradients = [leaf.grad for leaf in leaves]
+            if all(one is None for one in gradients) and not self.named_gradients():
+                raise ValueError(
+                    "The loss after step.gather must depend on the gathered outputs, or on a parameter in state. Got "
+                    "one that depends on neither, so the model would not be trained. Hold the model's outputs with "
+                    "their graph, and compute the loss from the tensors that step.gather() returned, not from copies."
+                )
         elif leaves:
             with self._in_backward():
                 gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))

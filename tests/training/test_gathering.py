@@ -18,7 +18,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, state_of
 from tests.support.gathering import encoder, spread
 from tests.support.harness import OnRanks
-from tests.support.refusals import BOUND, loop_over, network, samples
+from tests.support.refusals import BOUND, Refused, loop_over, network, samples
 
 pytestmark = [pytest.mark.covers("D13"), pytest.mark.on_gpus_too]
 
@@ -193,6 +193,25 @@ def test_passes_with_and_without_a_gather_follow_each_other(on_ranks: OnRanks) -
     gradients = same_on_all(on_ranks(2, pass_thrice))
     assert distance(gradients, on_ranks(1, pass_thrice)[0]) < BOUND
     assert is_same(gradients[:4], gradients[4:8])
+
+
+def train_on_copies(world: dl.World, folder: str, has_graph: bool) -> None:
+    """As caches of gradients do it: a loss of leaves that the script makes of the outputs."""
+    model = model_of(encoder)[0]
+    for step in loop_over(world, "", model, run_dir=None):
+        for rows in step:
+            outputs = model(rows)
+            step.hold(outputs if has_graph else outputs.detach())
+        whole = step.gather()
+        step.backward((whole.detach().clone() if has_graph else whole).requires_grad_().square().mean())
+        step.fold()
+
+
+@pytest.mark.parametrize("has_graph", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_does_not_reach_the_model_is_refused(ranks: int, has_graph: bool, refused: Refused) -> None:
+    said = r"must depend on the gathered outputs, or on a parameter in state\. .* not from copies"
+    refused(ranks, train_on_copies, has_graph, kind="ValueError", said=said, by=0)
 
 
 def gather_in_every_second_step() -> Tensors:
