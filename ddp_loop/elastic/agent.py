@@ -4,7 +4,8 @@
 The first one is passed on, and the ranks stop with a checkpoint; all that ended with code 0 make the launcher end with
 0. Ranks that are not in a loop are ended by it, and the launcher ends with 130, as after a second one. The second is
 passed on too, and what still runs after 2 s is killed; the third kills at once. SIGTERM is passed on likewise, and
-SIGHUP as SIGTERM, since its default would end a rank without a checkpoint; after `nohup` it is ignored.
+SIGHUP as SIGTERM, since its default would end a rank without a checkpoint; after `nohup` it is ignored. Once the ranks
+are asked to stop, more of these two change nothing: supervisors repeat SIGTERM, or send SIGHUP after it.
 
 An agent whose ranks are done waits up to 300 s for the other hosts' agents. After Ctrl-C all hosts end, but torch's
 agent leaves without a word on the host that got it. This one tells the others that it is done. After SIGTERM it does
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic import events, metrics
@@ -82,8 +84,10 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         found: dict[int, Any] = super()._start_workers(worker_group)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _ask_to_stop)
         if self._ignores_hangups:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch takes it, also after nohup
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         timeout_s = getattr(self, "_shutdown_timeout", _SHUTDOWN_S)
         self._ranks = RankProcesses(self._pcontext, ranks, timeout_s)
@@ -126,6 +130,13 @@ class Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         self._has_met = True
         super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+
+def _ask_to_stop(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    asked = signal.Signals(number)
+    raise SignalException(f"Process {os.getpid()} got signal: {asked}", asked)
 
 
 def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arguments: Sequence[str]) -> int:

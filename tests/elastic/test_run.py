@@ -156,6 +156,39 @@ def test_a_signal_stops_the_run_with_code_0_and_its_start_goes_on(
     assert said.startswith(f"to go on: {sys.executable}")
 
 
+IN_ONE_STEP = """
+import os, sys, threading
+import torch
+import ddp_loop as dl
+with dl.join_world(device="cpu") as world:
+    model = torch.nn.Linear(2, 1)
+    batches = dl.Batches(torch.ones(8, 2), 4, world)
+    for step in dl.Loop(batches, 50, state=dict(model=model), run_dir=sys.argv[1]):
+        for rows in step:
+            step.backward(model(rows).mean())
+        step.fold()
+        if step.iteration == 3:
+            open(f"begun-{world.rank}", "w").close()
+            while not os.path.exists("go"):
+                threading.Event().wait(0.1)
+"""
+
+
+@pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_that_asks_twice_gets_a_checkpoint(later: signal.Signals, start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "slow.py").write_text(IN_ONE_STEP)
+    process = start(*RUN, "slow.py", str(run))
+    begun(process, tmp_path)
+    for number in (signal.SIGTERM, later, signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+    (tmp_path / "go").touch()
+    code, _, errors = ended(process)
+    assert code == 0, errors
+    status = json.loads((run / "status.json").read_text())
+    assert (status["status"], bool(status["checkpoint"])) == ("stopped", True)
+
+
 def test_a_second_ctrl_c_ends_at_once(start: Start, tmp_path: Path) -> None:
     stubborn = tmp_path / "stubborn.py"
     stubborn.write_text(
