@@ -29,7 +29,7 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_status, write_error
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_failed, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
@@ -504,27 +504,35 @@ class Checkpointer:
         if self._ended:
             return
         self._ended = True
-        self.wait()
-        self._spare = []
-        self._say_what_is_missing(iteration, was_left=status == "left" and error is None)
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
-            rank = self._world.rank
-            place = error if isinstance(error, PeerFailed) else self._world.where
-            if isinstance(error, PeerFailed):
-                rank = -1 if error.rank is None else error.rank
-            elif self.has_folder:
-                write_error(self.folder, rank, error)
             status = "failed"
-            facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
-            if self._advice and self.has_folder:
-                error.add_note(self._advice)
-            if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
-                set_status(self.folder, status, facts)
+            facts |= self._failure(error)
+            # Before the wait for the writer: a launcher ends the ranks soon after a failure.
+            if not self._is_refused:
+                self.write_status(status, **facts)
+        self.wait()
+        self._spare = []
+        self._say_what_is_missing(iteration, was_left=status == "left")
+        if error is not None and self._advice and self.has_folder:
+            error.add_note(self._advice)
         if not self._is_refused:
             self.write_status(status, **facts)
         if self._run is not None:
             self._unlock(self._run, status)
+
+    def _failure(self, error: BaseException) -> dict[str, object]:
+        """The rank that failed, its place and why; written into the run folder too where rank 0 cannot."""
+        rank = self._world.rank
+        place = error if isinstance(error, PeerFailed) else self._world.where
+        if isinstance(error, PeerFailed):
+            rank = -1 if error.rank is None else error.rank
+        elif self.has_folder:
+            write_error(self.folder, rank, error)
+        facts = {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
+        if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
+            set_failed(self.folder, facts)
+        return facts
 
     def _unlock(self, run: RunFolder, status: str) -> None:
         """Unlock the run folder, on rank 0."""

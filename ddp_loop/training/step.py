@@ -827,7 +827,7 @@ class Fold:
         self.scalers = scalers
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
         synced = {layer for layer in self.modules.values() if is_synced(layer)}  # these move their statistics
-        doubles = any(parameter.dtype == torch.float64 for parameter in parameters.values())
+        doubles = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters.values())
         dtype = torch.float64 if doubles else torch.float32  # of statistics, losses and metrics
         sizes = bucket_sizes(bucket_cap_mib, world.device)
         self.gradients = Gradients(

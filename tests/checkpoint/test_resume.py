@@ -6,11 +6,14 @@ import shutil
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import CheckpointStore, run_id_of
+from ddp_loop.checkpoint import Checkpointer, CheckpointStore, run_id_of
 from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
@@ -161,6 +164,47 @@ def test_a_score_of_a_whole_epoch_is_that_of_its_last_step(tmp_path: Path) -> No
         assert [(one.iteration, one.score, one.problem) for one in found] == [(10, 0.5, None), (5, 0.25, None)]
         shutil.rmtree(run / "checkpoints" / "step-00000010")
         assert different(whole, train(str(run), keep_last=1, score=scores, save_every=every)) == []
+
+
+def leave_alone(folder: str) -> None:
+    """Rank 1 leaves the loop: rank 0 fails in its next step, and rank 1 in an evaluation that it alone reaches."""
+    with suppress(dl.PeerFailed), dl.join_world() as world:
+        loop, make = endless(world, run_dir=folder)
+        for step in loop:
+            make(step)
+            if step.iteration == 3 and world.rank == 1:
+                break
+        dl.evaluate(nn.Linear(2, 1), dl.Batches(torch.ones(4, 2), 4, world), mean=lambda output, rows: output.mean())
+
+
+def test_the_status_names_the_rank_that_left_the_loop_alone(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(2, leave_alone, str(tmp_path))
+    status = status_of(tmp_path)
+    assert (status["status"], status["rank"], status["step"]) == ("failed", 1, 3)
+    assert "left the loop" in status["why"]
+
+
+def fail_after_a_save(folder: str) -> list[str]:
+    """The run's status whenever the loop waits for the writer of a checkpoint."""
+    found = list[str]()
+    wait = Checkpointer.wait
+
+    def look(checkpointer: Checkpointer) -> None:
+        found.append(status_of(Path(folder))["status"])
+        wait(checkpointer)
+
+    with suppress(ArithmeticError), mock.patch.object(Checkpointer, "wait", look), dl.join_world() as world:
+        loop, make = endless(world, run_dir=folder, save_every=2)
+        for step in loop:
+            make(step)
+            if step.iteration == 3:
+                raise ArithmeticError
+    return found
+
+
+def test_a_failure_is_recorded_before_the_wait_for_a_checkpoint(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (found,) = on_ranks(1, fail_after_a_save, str(tmp_path))
+    assert found[-1] == "failed"
 
 
 def lose_an_unknown_peer(folder: str) -> None:

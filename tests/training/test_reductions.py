@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_loop as dl
 from ddp_loop.training.step import as_metric
 from ddp_loop.training.validation import check_weight
-from tests.support.comparing import gradients_of
+from tests.support.comparing import distance, gradients_of
 from tests.support.devices import CPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, BOUND, Refused, loss_of, network, samples
@@ -110,6 +110,38 @@ def add_up_badly(world: dl.World, folder: str) -> None:
 
 
 # -- values on the host, for a loss on a GPU; device "meta" stands for the GPU, and refuses to be mixed as it does ---
+
+
+class Phases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).to(torch.complex128))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows.to(torch.complex128) @ self.weight).abs().square().sum(1)
+
+
+def fold_complex_weights(shards: int | None) -> list[torch.Tensor]:
+    with dl.join_world() as world:
+        model = Phases().to(world.device)
+        batches = dl.Batches(samples(7), 7, world, shards=shards, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean(), weight=len(rows) / 3)
+            loss = step.fold().loss
+        return [*gradients_of(model), loss.cpu()]
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 5), (3, None)])
+def test_complex_weights_of_double_precision_have_it_in_losses_and_weights(
+    ranks: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    model = Phases()
+    loss = model(samples(7)).mean()
+    loss.backward()
+    gradients, found = on_ranks(ranks, fold_complex_weights, shards)[0]
+    assert found.dtype == torch.float64
+    assert distance([gradients, found], [*gradients_of(model), loss.detach()]) < BOUND
 
 
 class Copies(TorchDispatchMode):
