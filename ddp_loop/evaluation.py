@@ -126,10 +126,8 @@ def evaluate(
     sum_i(metric_i) / n in float64, in evaluation mode, each sample once, added up in the order of the shards.
 
     The result has the same bits on any number of ranks, for the same batch size: each mini-batch is cut into 8 shards,
-    or into the S of `Batches(..., shards=S)`. A metric sees one shard, so a loss that compares samples needs
-    `shards=1`, also on several ranks, to be the mini-batch's. Data of a rank's own can be an exception; see
-    docs/migrate.md. A model that is random in evaluation mode gets a stream per shard and evaluation. Its mode and all
-    streams are restored.
+    or into the S of `Batches(..., shards=S)`: a loss that compares samples needs `shards=1`. A rank's own data can be
+    an exception; see docs/migrate.md. A model that is random gets a stream per shard; mode and streams are restored.
 
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
@@ -140,10 +138,9 @@ def evaluate(
             first part. It runs in the `torch.autocast` around the call, if there is one, and may enter its own.
         metrics: metrics of torchmetrics by name, also collections of them. They get the arguments of functions. Their
             states are merged in the order of the shards, and the objects themselves are not changed.
-        functions: by name, `metric(output, *other parts of the data)`, so `metric(output)` for a tuple of one, or
-            `metric(output, data)` where data are a single tensor or a dict. It returns one value per sample, shape
-            (n,), or their mean, shape (). A `Sum` is added up, and divided by the sum of its `over` alone, as torch's
-            cross-entropy by its labels or weights; so a mean over tokens or boxes is `dl.Sum(total, over=count)`.
+        functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
+            single tensor or a dict; it returns one value per sample, (n,), or their mean, (). A `Sum` is added up, and
+            divided by the sum of its `over` alone, such as boxes; torch's cross-entropy by its labels or weights.
 
     Returns:
         The means and sums by name, and the number of `samples`; the same on every rank.
@@ -152,7 +149,6 @@ def evaluate(
         Stopped: the ranks have stopped, or are asked to between two steps of a loop or after it. It ends the script.
         ValueError: a metric of another shape, a count as a mean, one named "samples", metrics that differ between
             ranks, a sum in some shards alone, a metric of torchmetrics that cannot be merged exactly, or endless data.
-        TypeError: a metric cannot be called with the output and the data, or returns something else.
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """

@@ -96,7 +96,7 @@ def read_sequences(folder: str, epochs: int) -> str:
 
 
 @pytest.mark.covers("E5")
-def test_sequences_on_other_ranks_are_told_of_sequence_batches(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_the_remedy_for_sequences_on_other_ranks_names_their_batches(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, read_sequences, str(tmp_path), 1)
     assert "Begin runs with SequenceBatches(shards=2) for" in on_ranks(1, read_sequences, str(tmp_path), 2)[0]
 
