@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from inspect import signature
 from math import nan
 from typing import Any, cast
 
@@ -125,8 +126,8 @@ def evaluate(
     sum_i(metric_i) / n in float64, in evaluation mode, each sample once, added up in the order of the shards.
 
     The result has the same bits on any number of ranks, for the same batch size: each mini-batch is cut into 8 shards,
-    or into the S of `Batches(..., shards=S)`. Data of a rank's own can be an exception; see docs/migrate.md. A model
-    that is random in evaluation mode gets a stream per shard and evaluation. Its mode and all streams are restored.
+    or into the S of `Batches(..., shards=S)`: a loss that compares samples needs `shards=1`. A rank's own data can be
+    an exception; see docs/migrate.md. A model that is random gets a stream per shard; mode and streams are restored.
 
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
@@ -138,8 +139,8 @@ def evaluate(
         metrics: metrics of torchmetrics by name, also collections of them. They get the arguments of functions. Their
             states are merged in the order of the shards, and the objects themselves are not changed.
         functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
-            single tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` is
-            added up, and divided by the sum of its `over` alone, as torch's cross-entropy by its labels or weights.
+            single tensor or a dict; it returns one value per sample, (n,), or their mean, (). A `Sum` is added up, and
+            divided by the sum of its `over` alone, such as boxes; torch's cross-entropy by its labels or weights.
 
     Returns:
         The means and sums by name, and the number of `samples`; the same on every rank.
@@ -161,7 +162,7 @@ def evaluate(
         for mini_batch, shard, data in shards:
             output, others = (forward or forward_first)(model, data), _split(data)[1]
             place = mini_batch.position * batches.shards + shard.number
-            values = {name: _value_of(one, output, others, shard.samples) for name, one in functions.items()}
+            values = {name: _value_of(name, one, output, others, shard.samples) for name, one in functions.items()}
             kinds |= {(name, _kind(value)) for name, value in values.items()}
             totals[place] = [shard.samples, *_totals_and_divisors(values, shard.samples)]
             states.update(place, output, others)
@@ -238,9 +239,27 @@ def _require_one_kind(kinds: Collection[tuple[str, str]]) -> dict[str, str]:
     return dict(kinds)
 
 
-def _value_of(function: Metric, output: Any, others: tuple[Any, ...], samples: int) -> Any:
+def _called(name: str, function: Metric, output: Any, others: tuple[Any, ...]) -> Any:
+    """What a metric returns; raises TypeError, in other words than Python's, where it cannot take the arguments."""
+    try:
+        return function(output, *others)
+    except TypeError as error:
+        try:
+            signature(function).bind(output, *others)
+        except TypeError as unfit:
+            raise TypeError(
+                f"A metric is given the output and the parts of the data after the first, here {len(others)}. {name} "
+                f"cannot be called so: {unfit}. Change its arguments; or, where the data are a tuple of one, pass its "
+                "tensor as the data, Batches(x, ...), which a metric is then given as metric(output, x)."
+            ) from error
+        except ValueError:  # a function in C may have no signature
+            pass
+        raise
+
+
+def _value_of(name: str, function: Metric, output: Any, others: tuple[Any, ...], samples: int) -> Any:
     """A metric of a shard; of torch's mean cross-entropy its total, and the labels or class weights that it is over."""
-    value = function(output, *others)
+    value = _called(name, function, output, others)
     reduction, options = _reduction_of(function)
     if reduction == "sum":
         return Sum(cast(torch.Tensor, value))

@@ -252,10 +252,35 @@ class OfOnePart(Dataset[tuple[torch.Tensor]]):
         return (torch.full((2,), float(index)),)
 
 
+def spread(shards: int | None) -> float:
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(6.0)[:, None], 3, world, shuffle=False, shards=shards)
+        return dl.evaluate(nn.Identity(), batches, spread=lambda output, _: output.max() - output.min())["spread"]
+
+
 def test_samples_of_one_part_leave_the_metric_the_output_alone() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(OfOnePart(), 5, world, shuffle=False)
         assert dl.evaluate(nn.Identity(), batches, size=lambda output: output.mean(1)) == {"size": 4.5, "samples": 10}
+
+
+def test_a_metric_that_cannot_take_its_arguments_is_named_with_what_it_is_given() -> None:
+    def failing(output: torch.Tensor) -> torch.Tensor:
+        raise TypeError("the script's own")
+
+    said = r"the parts of the data after the first, here 0\. mse cannot .* argument: 'x'\. .* pass its tensor"
+    with dl.join_world() as world:
+        batches = dl.Batches(OfOnePart(), 5, world, shuffle=False)
+        with pytest.raises(TypeError, match=said):
+            dl.evaluate(nn.Identity(), batches, mse=lambda output, x: (output - x).square().mean(1))
+        with pytest.raises(TypeError, match=r"^the script's own$"):
+            dl.evaluate(nn.Identity(), batches, failing=failing)
+
+
+def test_a_loss_that_compares_samples_is_the_mini_batchs_with_one_shard(on_ranks: OnRanks) -> None:
+    spreads = {shards: on_ranks(3, spread, shards) for shards in (1, None)}
+    assert spreads[1] == [2.0] * 3  # also on more ranks than shards
+    assert spreads[None] == [0.0] * 3  # of shards with a sample each
 
 
 def test_a_metric_of_two_kinds_is_refused() -> None:

@@ -174,7 +174,8 @@ class Checkpointer:
             PeerFailed: another rank raised one of these.
         """
         self._extent = extent
-        self._has_fixed_shards = facts.get("shards") is not None
+        batches = "SequenceBatches" if "lanes" in facts else "Batches"
+        self._divided_by_ranks = batches if facts.get("shards") is None else None
         settings: dict[str, object] = {}
 
         def take() -> None:
@@ -441,11 +442,11 @@ class Checkpointer:
         if found is None:
             return None
         (name, facts), packed = found
-        if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and not self._has_fixed_shards:
+        if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and self._divided_by_ranks:
             self.say(
                 f"{self.folder} ran on {ranks} rank{'s' * (ranks > 1)} and resumes on {now}. Without shards= each rank "
                 "computes one shard, so the numbers are equal but for rounding, and the bits differ. Begin runs with "
-                f"Batches(shards={max(ranks, now)}) for the same bits on any number of ranks."
+                f"{self._divided_by_ranks}(shards={max(ranks, now)}) for the same bits on any number of ranks."
             )
         with self._world.failing_together(*_OF_STATE):
             self._job.restore(packed, facts["checksums"])

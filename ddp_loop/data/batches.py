@@ -151,7 +151,8 @@ class Batches:
 
     Raises:
         ValueError: a size is below 1, there are no samples, tensors have unequal lengths, a share is negative or no
-            number, all shares are 0, there are fewer shards than ranks with a share, or the ranks disagree.
+            number, all shares are 0, `shares` has more ranks with a share than there are shards, or the ranks
+            disagree. Without `shares` there may be fewer shards than ranks.
         TypeError: the data cannot be read by index.
         PeerFailed: another rank refused its data.
     """

@@ -21,6 +21,7 @@ from ddp_loop.reporting.rows import (
     WeightedMeans,
     is_averaged,
     pass_weights,
+    sums_in,
     weighing_columns,
 )
 from ddp_loop.reporting.run_records import (
@@ -113,6 +114,7 @@ __all__ = [
     "shown_name",
     "slowest",
     "state_of",
+    "sums_in",
     "text_of",
     "total_steps",
     "trial_folder",

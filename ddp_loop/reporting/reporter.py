@@ -211,6 +211,7 @@ class Reporter:
     Attributes:
         rows: takes and hands on the rows, on rank 0; None where there are none.
         logged: takes what the script logs, on rank 0, also after the loop; None where nothing takes it.
+        epoch: the rows of the current epoch.
     """
 
     def __init__(self, world: World, where: LoopPosition, checkpointer: Checkpointer | None) -> None:
@@ -220,6 +221,7 @@ class Reporter:
         self._began = time.monotonic()
         self.rows: RowDispatcher | None = None
         self.logged: LoggedValues | None = None
+        self.epoch = EpochMeans()
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
         self._files: dict[str, JsonlWriter] = {}
@@ -257,17 +259,16 @@ class Reporter:
         run = RunFiles(None, where.iteration, world.print)
         if checkpointer is not None:
             run = RunFiles(checkpointer.folder, where.iteration, checkpointer.say, checkpointer.sums)
-        epoch = EpochMeans()
         ranks = run.open(RANKS, "drop")
         continues = checkpointer is not None and checkpointer.continues
         fate = "" if where.has_no_step_left else f"; training continues at step {where.iteration + 1}"
-        rows = run.open(ROWS, "keep" if continues else "raise", epoch.begin, once=True, fate=fate)
+        rows = run.open(ROWS, "keep" if continues else "raise", self.epoch.begin, once=True, fate=fate)
         self._began -= rows.elapsed_s
         if progress:
             if world.size > 1:
                 world.print(world)
             extent = TrainingLength(**where.extent, after=run.after, ranks=world.size, device=str(world.device))
-            self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
+            self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), self.epoch)
         sinks = SinkCalls(receivers, world.print)
         shown = {} if self._terminal is None else {"show": self._terminal.take_logged}
         self.logged = LoggedValues(run, sinks, self._began, **shown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from math import nan
@@ -52,6 +52,12 @@ def weighing_columns(names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def sums_in(status: Mapping[str, Any] | None) -> frozenset[str]:
+    """The columns of a run that are sums, by its status.json; an older version wrote none."""
+    found = (status or {}).get("sums")
+    return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
+
+
 class WeightedMeans:
     """Means over the rows that have a value, sum_i(w_i value_i) / sum_i(w_i) with weights w_i; without skipped steps.
 
@@ -64,6 +70,7 @@ class WeightedMeans:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}  # by name: not every row has all
+        self._totals: dict[str, float] = {}
         self.rows = self.samples = self.skipped = 0
 
     def add(self, samples: int, values: Mapping[str, float]) -> None:
@@ -75,24 +82,28 @@ class WeightedMeans:
             return
         sums = self._sums
         weights = self._weights
+        totals = self._totals
         for name, by in weighing_columns(tuple(values)).items():
             weight = values.get(by, samples)
             sums[name] = sums.get(name, 0.0) + weight * values[name]
             weights[name] = weights.get(name, 0.0) + weight
+            totals[name] = totals.get(name, 0.0) + values[name]
 
     def add_all(self, other: WeightedMeans) -> None:
         """Add the rows of other means."""
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
             self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
+            self._totals[name] = self._totals.get(name, 0.0) + other._totals[name]
         self.rows += other.rows
         self.samples += other.samples
         self.skipped += other.skipped
 
-    def means(self) -> dict[str, float]:
-        """Return the means by name, each NaN if all of its weights are 0."""
+    def means(self, sums: Collection[str] = ()) -> dict[str, float]:
+        """Return the means by name, each NaN if all of its weights are 0; the totals of `sums`."""
         weights = self._weights
-        return {name: total / weights[name] if weights[name] else nan for name, total in self._sums.items()}
+        means = {name: total / weights[name] if weights[name] else nan for name, total in self._sums.items()}
+        return {name: self._totals[name] if name in sums else mean for name, mean in means.items()}
 
 
 class EpochMeans:
@@ -100,10 +111,12 @@ class EpochMeans:
 
     Attributes:
         means: so far.
+        sums: the columns that are sums, which add up over an epoch.
     """
 
     def __init__(self) -> None:
         self.means = WeightedMeans()
+        self.sums = set[str]()
         self._epoch = 0
 
     def turn_to(self, epoch: int) -> None:

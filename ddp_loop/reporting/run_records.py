@@ -42,7 +42,7 @@ from ddp_loop.checkpoint import (
     run_id_of,
 )
 from ddp_loop.reporting.jsonl import Columns, JsonlTail, columns_of, count, is_at_an_iteration, is_number
-from ddp_loop.reporting.rows import is_averaged, weighing_columns
+from ddp_loop.reporting.rows import is_averaged, sums_in, weighing_columns
 
 TRIAL = "trial.json"
 EVALUATION = "evaluation."  # before the name of a value of `evaluate`, as in a sweep's objective
@@ -100,7 +100,8 @@ class RunRecord:
         state: see `state_of`.
         parameters: of the trial, or else from `Loop(config=...)`; flat, by name, without the run's own folder.
         rows, evaluations: the loss and the metrics of the updates, and of `evaluate`, by name.
-        epoch_means: the means of the rows' values over each epoch, as the terminal prints them; of the last one so far.
+        epoch_means: the means of the rows' values over each epoch, as the terminal prints them, and the totals of sums;
+            of the last one so far.
             This and the next two are read for a table alone.
         logged: the values of `Loop.log`, by name.
         scores: the newest and the lowest score of the checkpoints, as "score"; empty if none has one.
@@ -266,6 +267,7 @@ class _RunReader:
             wants_lower = {decides: direction != "maximize"} if decides and self._highest is None else {}
             is_lower = lambda value: not self._highest and wants_lower.get(value, is_lower_better(value))  # noqa: E731
             files = [self._evaluations, self._logged, self._rows]
+            self._rows.sums = sums_in(status)
             is_behind = [one.update(is_lower, deadline) for one in files]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
@@ -321,12 +323,16 @@ class _Values:
         path: of the file.
         values_in: the columns of a row that are values; by default the losses and the metrics.
         has_means: whether the values are averaged over each epoch, too.
+
+    Attributes:
+        sums: the columns that add up over an epoch instead.
     """
 
     def __init__(self, path: Path, values_in: ValuesIn = weighing_columns, *, has_means: bool = False) -> None:
         self._tail = JsonlTail(path)
         self._values_in = values_in
         self._has_means = has_means
+        self.sums = frozenset[str]()
         self._stamp: Stamp | None = None
         self._clear()
 
@@ -368,7 +374,7 @@ class _Values:
                     lower = is_lower(name)
                     self._take_values(name, table[:, 1], table[:, 3], lower)
                     if self._has_means:
-                        self._means.setdefault(name, _EpochMean(lower)).take(table)
+                        self._means.setdefault(name, _EpochMean(lower, adds_up=name in self.sums)).take(table)
 
     def _take_values(self, name: str, steps: Values, values: Values, lower: bool) -> None:
         """Take a value's rows; of several in a step, as of two evaluations, the last one counts."""
@@ -383,19 +389,20 @@ class _Values:
 
     @property
     def epoch_means(self) -> dict[str, ValueSummary]:
-        """The last and best means over an epoch."""
+        """The last and best means over an epoch, a sum's totals."""
         return {name: mean.summary for name, mean in self._means.items() if mean.summary is not None}
 
 
 class _EpochMean:
-    """The mean of a value over each epoch, weighted as in the terminal's line.
+    """The mean of a value over each epoch, weighted as in the terminal's line; with `adds_up` the total.
 
     Attributes:
         summary: of the epochs so far, with the current one; None before the first row.
     """
 
-    def __init__(self, lower: bool) -> None:
+    def __init__(self, lower: bool, *, adds_up: bool) -> None:
         self._lower = lower
+        self._adds_up = adds_up
         self._epoch = -1.0
         self._sum = self._weight = 0.0
         self._rows = 0
@@ -418,8 +425,8 @@ class _EpochMean:
             if not self._rows:
                 continue
             with np.errstate(over="ignore", invalid="ignore"):  # such a mean is not finite
-                self._sum += float(counted[:, 2] @ counted[:, 3])
-                self._weight += float(counted[:, 2].sum())
+                self._sum += float(counted[:, 3].sum() if self._adds_up else counted[:, 2] @ counted[:, 3])
+                self._weight = 1.0 if self._adds_up else self._weight + float(counted[:, 2].sum())
             mean = self._sum / self._weight if self._weight else math.nan
             newest = np.array([mean if math.isfinite(mean) else math.nan])
             self.summary = _summary(np.array([step]), newest, self._lower, self._before)

@@ -228,7 +228,7 @@ class Progress:
         means = self._epoch.means
         parts = [
             f"Epoch: {epoch}",
-            *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means().items()),
+            *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means(self._epoch.sums).items()),
         ]
         for name, (value, times) in self._logged.pop(epoch, {}).items():
             parts.append(f"{name}: {as_number(value)}{' (last)' if times > 1 else ''}")  # the others are means

@@ -42,6 +42,7 @@ from ddp_loop.reporting import (
     ask_sweep_to_stop,
     has_workers,
     pass_weights,
+    sums_in,
     weighing_columns,
 )
 from ddp_loop.sweeps.jobs import nearest
@@ -354,8 +355,8 @@ class ObjectiveReader:
     """Reads an objective from a run folder as the run goes on.
 
     Attributes:
-        value: the last evaluation, or the weighted mean over the last epoch's rows, as in the terminal; None without
-            any.
+        value: the last evaluation, or the weighted mean over the last epoch's rows, as in the terminal, of a sum the
+            total; None without any.
         names: of all values in the rows, to suggest one.
     """
 
@@ -363,6 +364,7 @@ class ObjectiveReader:
         self._is_evaluated = objective.name.startswith(EVALUATION)
         self._column = objective.name.removeprefix(EVALUATION)
         self._every = objective.every
+        self._status = folder / STATUS
         self._tail = JsonlTail(folder / (EVALUATIONS if self._is_evaluated else ROWS))
         self._forget()
 
@@ -371,6 +373,7 @@ class ObjectiveReader:
         self.names: list[str] = []
         self._epoch: object = None
         self._sum = self._weight = 0.0
+        self._adds_up = False
         self._window: list[float] = []
 
     def poll(self) -> list[tuple[int, float]]:
@@ -397,12 +400,13 @@ class ObjectiveReader:
             self._epoch = row.get("epoch")
             self._sum = 0.0
             self._weight = 0.0
+            self._adds_up = self._column in sums_in(read_json(self._status))
         if not row.get("skipped"):
             by = weighing_columns(tuple(row)).get(self._column, "weight")
             counted = row.get(by, row.get("samples", 1))
             weight = float(counted) if isinstance(counted, int | float) else nan
-            self._sum += weight * value
-            self._weight += weight
+            self._sum += value if self._adds_up else weight * value
+            self._weight = 1.0 if self._adds_up else self._weight + weight
             self._window.append(value)
         self.value = self._sum / self._weight if self._weight else nan  # until a step of the epoch counts
         if iteration % self._every == 0:

@@ -306,8 +306,6 @@ class Loop:
         self.world.step = where.iteration
         if where.is_done:
             return
-        if where.iteration == where.resumed_at:
-            self._recorder.say_schedule_is_missing(self._job.state)
         self._begun = f"inside epoch {where.epochs + 1}"
         self._job.checks.state.begin(where.iteration)
         self._job.use_shares()
@@ -319,6 +317,8 @@ class Loop:
                 self.world.step = where.iteration + 1
                 with self.world.in_stage("data"):
                     loaded = self._ahead.take()
+                if loaded is not None and where.iteration == where.resumed_at:  # in no epoch that a resume repeats
+                    recorder.say_schedule_is_missing(self._job.state)
                 while loaded is not None:
                     where.iteration += 1
                     where.at = loaded.mini_batch.position + 1

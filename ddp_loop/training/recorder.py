@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
@@ -18,11 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.checkpoint import (
     REPAIR,
+    STATUS,
     Checkpointer,
     Config,
     Snapshot,
     explained,
     is_running,
+    read_json,
     warm_start,
     words_to_go_on,
 )
@@ -42,6 +44,7 @@ from ddp_loop.reporting import (
     as_pixels,
     make_table,
     pass_weights,
+    sums_in,
     write_table,
 )
 from ddp_loop.tracing import TRACE as FOLDER
@@ -203,8 +206,11 @@ class RunRecorder:
             self._extent["shares"] = list(batches.shares)
         if origin is not None:
             self._extent["resumed_from"] = origin
+        sums = sums_in(read_json(checkpointer.folder / STATUS))
         there = checkpointer.open(batches.facts, resume, self._extent, config)
         self._report.open_console(checkpointer.folder)
+        if there is not None and sums:
+            self._add_sums(sums, there["iteration"])
         others = [part for part in state.values() if not isinstance(part, nn.Module | LRScheduler)]
         if not any(hasattr(part, "step") for part in others):  # an optimizer, torch's or another one
             checkpointer.say(
@@ -330,6 +336,8 @@ class RunRecorder:
                 known[name] = float(value)
         if mini_batch.is_last and batches.partition != "global" and (unused := batches.unused) is not None:
             known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
+        if not result.summed <= self._report.epoch.sums:
+            self._add_sums(result.summed, self._where.iteration)
         # A copy: a script may add to the loss that it got, `total += step.fold().loss`.
         self._row = mini_batch, tuple(names), torch.cat(values), known
 
@@ -341,12 +349,24 @@ class RunRecorder:
         if self._row is None:
             return
         mini_batch, names, values, known = self._row
-        new = [f"{name}_{number}" if name in names else name for name in ("loss", *result.names)]
+        own = ("loss", *result.names)
+        new = [f"{name}_{number}" if name in names else name for name in own]
+        sums = {one for one, name in zip(new, own, strict=True) if name in result.summed}
+        if not sums <= self._report.epoch.sums:
+            self._add_sums(sums, self._where.iteration)
         parts = [values, result.values]
         if result.total is not None or "weight" in names or pass_weights(names):
             new.insert(0, f"{new[0]}_weight")
             parts.insert(1, result.weight.reshape(1))
         self._row = mini_batch, (*names, *new), torch.cat(parts), known
+
+    def _add_sums(self, names: Collection[str], iteration: int) -> None:
+        """Say in status.json, before rows have them, which columns are sums."""
+        sums = self._report.epoch.sums
+        sums.update(names)
+        if self.checkpointer is not None:
+            self._extent["sums"] = sorted(sums)
+            self.checkpointer.write_status("running", iteration=iteration)
 
     def end_row(self) -> None:
         """Hand on the row of a step that is over."""

@@ -480,6 +480,7 @@ class StepResult:
         losses: of each shard, (S,).
         shares: each shard's part of the means, (S,).
         is_bad: whether the step is not finite and moves nothing; a tensor of shape () where only the device knows.
+        summed: which of "loss" and the metrics add up.
     """
 
     epoch: int
@@ -492,6 +493,7 @@ class StepResult:
     shares: torch.Tensor
     is_bad: torch.Tensor | bool
     _gradients: Gradients
+    summed: frozenset[str] = frozenset()
 
     @property
     def loss(self) -> torch.Tensor:

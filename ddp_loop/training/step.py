@@ -1270,7 +1270,7 @@ class Fold:
             gradients.release()
             gradients.plan(self.control.room + len(sizes) * rows.width, self.control.room_each)
         place = mini_batch.epoch, iteration, mini_batch.samples
-        return StepResult(*place, layout.metrics, values, total, losses, fractions, is_bad, gradients)
+        return StepResult(*place, layout.metrics, values, total, losses, fractions, is_bad, gradients, layout.summed)
 
     # -- after the fold ------------------------------------------------------------------------------------
 

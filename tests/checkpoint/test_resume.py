@@ -85,6 +85,24 @@ def test_a_run_goes_on_over_another_exchange_on_another_number_of_ranks(
             assert different(whole, ended) == []
 
 
+def read_sequences(folder: str, epochs: int) -> str:
+    """What was printed, on rank 0, of a run on sequences without shards of its own."""
+    with redirect_stdout(StringIO()) as said, dl.join_world() as world:
+        model = torch.nn.Linear(1, 1).to(world.device)
+        batches = dl.SequenceBatches([torch.ones(4, 1), torch.ones(4, 1)], 2, 2, world)
+        for step in dl.Loop(batches, epochs, state={"model": model}, run_dir=folder, progress=False):
+            for chunk in step:
+                step.backward(model(chunk.data).mean())
+            step.fold()
+        return said.getvalue()
+
+
+@pytest.mark.covers("E5")
+def test_the_remedy_for_sequences_on_other_ranks_names_their_batches(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(2, read_sequences, str(tmp_path), 1)
+    assert "Begin runs with SequenceBatches(shards=2) for" in on_ranks(1, read_sequences, str(tmp_path), 2)[0]
+
+
 def train_and_listen(folder: str, shards: int | None, at: int | None = None) -> tuple[Ended, str]:
     """How the run ended, and what it printed."""
     with redirect_stdout(StringIO()) as said, dl.join_world(seed=3) as world:

@@ -299,6 +299,42 @@ def test_an_epochs_mean_is_over_the_steps_that_have_the_value_by_the_weights_of_
         assert "weight" not in reader.missing()
 
 
+def add_up(run: str, capture: str, steps: int) -> str:
+    """Go on with an epoch of mini-batches of 4, 4 and 2 samples, of sums and means; returns what was printed last."""
+    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
+        model = nn.Linear(1, 1).double()
+        data = torch.ones(10, 1, dtype=torch.float64)
+        for step in dl.Loop(dl.Batches(data, 4, world), steps=steps, state={"model": model}, run_dir=run):
+            for inputs in step:
+                ones = (0 * model(inputs) + 1).sum()
+                step.backward(ones, reduction="sum", seen=dl.Sum(ones.detach()), size=float(step.samples))
+            step.fold()
+            for inputs in step:
+                step.backward(0 * model(inputs).sum() + 3, twice=dl.Sum(torch.tensor(2.0 * len(inputs))))
+            step.fold()
+        file.seek(0)
+        return file.read().strip().split("\n")[-1]
+
+
+@pytest.mark.covers("D11", "E2")
+def test_over_an_epoch_sums_add_up_in_the_line_in_runs_and_in_a_sweep(on_ranks: OnRanks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # It resumes inside of the epoch, and then without a step left.
+    _, said, _ = [on_ranks(2, add_up, str(run), str(tmp_path / "said"), steps)[0] for steps in (1, 3, 3)]
+    assert said == "Epoch: 1, Loss: 10.0000, Seen: 10.0000, Size: 3.6000, Loss_2: 3.0000, Twice: 20.0000"
+    totals = {"loss": 10.0, "seen": 10.0, "size": 3.6, "loss_2": 3.0, "twice": 20.0}
+    means = {"loss": 3.6, "seen": 3.6, "size": 3.6, "loss_2": 3.0, "twice": 7.2}  # of an older version's sums
+    for expected in (totals, means):
+        found = read_run(run, for_table=True).epoch_means
+        assert {name: mean.last for name, mean in found.items()} == pytest.approx(expected)
+        for name, value in expected.items():
+            reader = ObjectiveReader(run, Objective(name))
+            reader.poll()
+            assert reader.value == pytest.approx(value)
+        run = run.rename(tmp_path / "old")
+        (run / "status.json").write_text(json.dumps({**status_of(run), "sums": None}))
+
+
 def test_a_passs_weight_is_in_its_row_if_this_pass_or_an_earlier_one_has_one(on_ranks: OnRanks, tmp_path: Path) -> None:
     for weighted in ((), (1,), (2,)):
         run = tmp_path / f"run {weighted}"

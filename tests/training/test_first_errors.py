@@ -158,6 +158,25 @@ def test_a_scheduler_made_after_the_loop_is_missed_also_beside_one_in_state(
     assert said.count("The scheduler of 'second' is not in state, so a resumed run would start it again.") == times
 
 
+@pytest.mark.covers("E5")
+def test_a_resumed_run_says_once_that_a_scheduler_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for epochs in (1, 2):  # the second run repeats the first's epoch without a step
+        with dl.join_world() as world:
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            state = {"model": model, "optimizer": optimizer}
+            batches = dl.Batches(samples(24), 24, world)
+            for epoch in dl.Loop(batches, epochs, state=state, run_dir=tmp_path, progress=False).epochs():
+                for step in epoch:
+                    for rows in step:
+                        step.backward(loss_of(model, rows))
+                    step.fold()
+                    optimizer.step()
+                schedule.step()
+        assert capfd.readouterr().out.count("The scheduler of 'optimizer' is not in state") == 1
+
+
 def fold_weights(weight: Any, factor: float = 1.0) -> list[str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
