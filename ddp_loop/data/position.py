@@ -127,5 +127,6 @@ class LoopPosition:
         made = f"has made its {self.iteration} steps" if is_over else f"is before epoch {self.epochs + 1}"
         return RuntimeError(
             "A Loop can be iterated once, and each epoch must run to its end. This one "
-            f"{f'stopped {begun}' if begun else made}. Create a new Loop."
+            f"{f'stopped {begun}' if begun else made}. Create a new Loop. For a short look "
+            "pass steps=N to the Loop, or leave both loops."
         )
