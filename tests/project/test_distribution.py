@@ -100,14 +100,21 @@ for name, (hidden, distributions, statement) in cases.items():
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the source distribution, built from the files under version control alone."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files under version control."""
+    source = tmp_path_factory.mktemp("source")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the source distribution."""
+    target = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -130,6 +137,18 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(built: tuple[Path, Pat
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert f"Version: {PROJECT['version']}" in metadata
     assert set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE)) == set(PROJECT["optional-dependencies"])
+
+
+def test_a_clone_is_installed_as_a_path_so_that_its_own_folder_beside_a_script_hides_nothing(
+    source: Path, tmp_path: Path
+) -> None:
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, timeout=300, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        assert [name for name in opened.namelist() if ".dist-info/" not in name] == [
+            f"__editable__.ddp_loop-{PROJECT['version']}.pth"
+        ]
 
 
 def test_the_source_distribution_builds_the_same_package(built: tuple[Path, Path]) -> None:
