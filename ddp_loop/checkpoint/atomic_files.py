@@ -186,4 +186,6 @@ def explained(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            remedy = remedy.replace("Make room there,", "Raise the limit on the size of files (ulimit -f),")
         raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ddp_loop.checkpoint import export_weights, mebibytes, run_id_of
+from ddp_loop.checkpoint import REPAIR, explained, export_weights, mebibytes, run_id_of
 from ddp_loop.cli import main
 from tests.support.trained_runs import NAMES, State, Tied, flip_tensors, train_run
 
@@ -30,6 +31,14 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("size", "words"), [(2240, "0.00214"), (5 << 20, "5"), (99 << 20, "99"), (3 << 29, "1,536")])
 def test_sizes_have_three_digits_and_no_exponent(size: int, words: str) -> None:
     assert mebibytes(size) == words
+
+
+def test_a_limit_on_the_size_of_files_is_named_as_the_remedy() -> None:
+    with pytest.raises(
+        OSError, match=r"w cannot be written \(File too large\)\. Raise the limit .* \(ulimit -f\), make"
+    ):
+        with explained("w cannot be written", REPAIR):
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
 
 def metadata_of(file: Path) -> dict[str, str]:
