@@ -203,7 +203,7 @@ class RunRecorder:
             self._extent["shares"] = list(batches.shares)
         if origin is not None:
             self._extent["resumed_from"] = origin
-        there = checkpointer.open(batches.facts, resume, self._extent, config)
+        there = checkpointer.open(batches.facts, resume, self._extent, config, self._where.has_no_step_left_at)
         self._report.open_console(checkpointer.folder)
         others = [part for part in state.values() if not isinstance(part, nn.Module | LRScheduler)]
         if not any(hasattr(part, "step") for part in others):  # an optimizer, torch's or another one
