@@ -286,9 +286,8 @@ class RunFolder:
             shown.append(f"and {len(self.changed) - _SHOWN} more")
         changes = "; ".join(shown).replace(OWN_FOLDER, str(self.folder))
         if self._is_kept:
-            return (
-                f"{self.folder} keeps the config and the command of its steps. This start makes none with: {changes}."
-            )
+            kept = f"{self.folder} keeps the config and the command of its steps."
+            return f"{kept} This start makes none with: {changes}."
         return f"{self.folder} continues with changes: {changes}."
 
     def keep_record(self) -> None:
