@@ -117,7 +117,7 @@ class Saved:
         self.steps = iter(dl.Loop(dl.Batches(data, MINI_BATCH, world), 10**6, state=state, progress=False))
         self.train()
         self.saver = Checkpointer(folder / "run", world, state, CheckpointPolicy(keep_last=1))
-        self.saver.open({}, None, {}, None)
+        self.saver.open({}, None, {}, None, lambda position: False)
         self.iteration = 0
 
     def train(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import platform
 import re
 import sys
@@ -81,7 +82,8 @@ def _row(entry: CheckpointInfo, mib: str, is_newest: bool, is_best: bool) -> tup
 EQUAL = 0
 UNEQUAL = 1
 FAILED = 2
-INTERRUPTED = 130  # exit codes
+INTERRUPTED = 130
+UNREAD = 141  # exit codes
 
 
 def _ranks(text: str) -> list[int]:
@@ -386,6 +388,17 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: of the command line, without the program; by default this process's own.
     """
+    try:
+        try:
+            return _command(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
+        return UNREAD
+
+
+def _command(arguments: list[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]

@@ -154,7 +154,12 @@ class Checkpointer:
         self._place = os.getpid(), os.path.realpath(folder)
 
     def open(
-        self, facts: Mapping[str, object], resume: bool | None, extent: Mapping[str, object], config: Config | None
+        self,
+        facts: Mapping[str, object],
+        resume: bool | None,
+        extent: Mapping[str, object],
+        config: Config | None,
+        is_finished: Callable[[Mapping[str, int]], bool],
     ) -> dict[str, int] | None:
         """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
@@ -163,6 +168,7 @@ class Checkpointer:
             resume: of `Loop`.
             extent: the run's length, for status.json.
             config: of `Loop`, flat; None for none.
+            is_finished: whether no step is left at a position.
 
         Returns:
             The position in the checkpoint; None if there is no checkpoint.
@@ -203,7 +209,11 @@ class Checkpointer:
         position = self._restore()
         self._is_refused = False
         if self._run is not None:
-            self._begin_run(self._run, position, settings.keys() - extent.keys())
+            used = settings.keys() - extent.keys()
+            if position is not None and is_finished(position):
+                self._run.keep_record()
+                used = set()
+            self._begin_run(self._run, position, used)
         return position
 
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:

@@ -163,7 +163,9 @@ class RunFolder:
         self.folder = folder.absolute()
         self.news = list[str]()
         self.changed = list[str]()
-        self._start = start_command(directory=working_directory())
+        start = start_command(directory=working_directory())
+        self._command = {"command": hide_secrets(sys.argv), "start": start.words, "directory": start.directory}
+        self._is_kept = False
         what = f"The run folder {self.folder} cannot be created or written"
         remedy = "Make room there, make it writable, or pass another run_dir=."
         if os.path.isfile(self.folder):  # which raises nothing
@@ -289,10 +291,19 @@ class RunFolder:
         if len(self.changed) > _SHOWN:
             shown.append(f"and {len(self.changed) - _SHOWN} more")
         changes = "; ".join(shown).replace(OWN_FOLDER, str(self.folder))
+        if self._is_kept:
+            kept = f"{self.folder} keeps the config and the command of its steps."
+            return f"{kept} This start makes none with: {changes}."
         return f"{self.folder} continues with changes: {changes}."
 
+    def keep_record(self) -> None:
+        """Keep run.json and the command in status.json, since this start makes no step."""
+        self._is_kept = True
+        before = _status_of(self.folder)
+        self._command = {name: before.get(name, value) for name, value in self._command.items()}
+
     def record_start(self, **facts: object) -> None:
-        """Record in starts.jsonl that training begins here, and in run.json the facts that it begins with.
+        """Record this start in starts.jsonl, and in run.json the facts with which training begins here.
 
         Raises:
             OSError: a file cannot be written.
@@ -304,7 +315,7 @@ class RunFolder:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             ending = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process may leave half a line
             file.write(ending + json.dumps(line).encode() + b"\n")
-        if self._run != self._on_disk:
+        if self._run != self._on_disk and not self._is_kept:
             write_atomic(self.folder / RUN, self._run, is_private=True)
 
     def _move_away(self) -> None:
@@ -330,8 +341,7 @@ class RunFolder:
         write_atomic(self.folder / STATUS, content, is_private=True)
 
     def _process(self) -> dict[str, object]:
-        start = {"start": self._start.words, "directory": self._start.directory}
-        return {"process": os.getpid(), "command": hide_secrets(sys.argv), **start}
+        return {"process": os.getpid(), **self._command}
 
     def asked_to_stop(self) -> str | None:
         """Why the file `stop` asks the run to stop; None if there is no such file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.shards import MiniBatch
@@ -80,6 +81,12 @@ class LoopPosition:
         """Whether no step is left. The script's code after the last epoch may still run."""
         last = self._most_epochs is not None and self.epochs + 1 >= self._most_epochs
         return self.is_done or (last and self.at == self._steps)
+
+    def has_no_step_left_at(self, state: Mapping[str, int]) -> bool:
+        """Whether none would be left at the position of another loop over the same batches."""
+        there = copy(self)
+        there.resume_from(state)
+        return there.has_no_step_left
 
     def ends_all(self, mini_batch: MiniBatch) -> bool:
         """Whether the loop ends with this mini-batch, the last of an epoch."""

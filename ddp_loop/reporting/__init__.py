@@ -41,7 +41,7 @@ from ddp_loop.reporting.run_records import (
     total_steps,
 )
 from ddp_loop.reporting.run_table import RunQuery, best_run, list_runs
-from ddp_loop.reporting.sink_calls import OnRow, Receivers, RunStart, all_of
+from ddp_loop.reporting.sink_calls import OnRow, Receivers, RunStart, all_of, without_sinks
 from ddp_loop.reporting.sweep_files import (
     AGAIN,
     FAILED_TRIAL,
@@ -119,5 +119,6 @@ __all__ = [
     "total_steps",
     "trial_folder",
     "weighing_columns",
+    "without_sinks",
     "write_table",
 ]

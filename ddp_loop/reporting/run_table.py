@@ -52,9 +52,8 @@ _Found = tuple[float, int | None, RunRecord]  # a value, its step, its run
 _WATCH_S = 1.0
 _SCORE = ("score", "best score")
 _FORMS = ("{}", "best {}", "epoch {}", "best epoch {}")
-_RESULT = 1  # in the ranking: one is shown before any parameter
-_PARAMETER = 2
-_DULL = 10  # of a column that is the first to be left out
+_PARAMETER = 8  # in the ranking: results, times and reasons are shown before any
+_DULL = 20  # of a column that is the first to be left out
 _LEAST_WHY = 24
 _BOLD = 1
 _RED = 31  # of any other state: failed, killed
@@ -100,11 +99,13 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     logged = _labels((name for one in records for name in one.logged), "logged.", taken, "", _FORMS[:2])
     values: dict[str, int] = {}
     for name, label in measured.items():
-        values |= {f"epoch {label}": 3 if name == "loss" else 6, f"best epoch {label}": 4 if name == "loss" else 7}
+        values |= {f"epoch {label}": 3 if name == "loss" else 9, f"best epoch {label}": 10}
     for label in evaluated.values():
-        values |= {label: 3, f"best {label}": 5}
+        values |= {label: 5, f"best {label}": 10}
     for name, label in logged.items():
-        values |= {label: 4 if is_lower_better(name) else 6, f"best {label}": 5 if is_lower_better(name) else 7}
+        values |= {label: 5 if is_lower_better(name) else 9, f"best {label}": 10}
+    result = next(iter(evaluated.values()), f"epoch {measured['loss']}")
+    values[f"best {result}"] = 4
     averaged = {name: f"epoch {label}" for name, label in measured.items()}
     columns = {"rows": measured, "epoch_means": averaged, "evaluations": evaluated, "logged": logged}
     columns["scores"] = {"score": "score"}
@@ -118,10 +119,8 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     varying = [label for label in labels.values() if label not in common]
     ranking = {"name": 0, "state": 1, **dict.fromkeys(varying, _PARAMETER), "objective": 1, **values}
     failed = any(row.get("state") in _FAILED for row in rows)
-    ranking |= {"score": 5, "best score": 4, "steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 1 if failed else 8}
+    ranking |= {"score": 5, "best score": 4, "steps": 2, "time": 6, "ranks": 12, "note": 11, "why": 7 if failed else 11}
     has = {name for row in rows for name, value in row.items() if value is not None}
-    if results := [name for name in (*evaluated.values(), *values, "score", "best score") if name in has]:
-        ranking[min(results, key=ranking.__getitem__)] = _RESULT
     shown = [name for name in ranking if name in has]
     if len({row.get("ranks") for row in rows}) < 2:
         shown = [name for name in shown if name != "ranks"]
@@ -301,7 +300,7 @@ def fitting(table: RunTable, rows: list[dict[str, Any]], width: int | None) -> t
         width: of the terminal, in letters; None for no limit.
     """
     widths = {name: max([len(name), *(len(cell(row, name)) for row in rows)]) for name in table.columns}
-    if table.ranking.get("why", _DULL) < 2:
+    if table.ranking.get("why", _DULL) < _PARAMETER:
         widths["why"] = min(widths.get("why", 0), _LEAST_WHY)  # it is cut
     ranking = table.ranking | {name: _DULL for name in table.columns if _is_dull(name, table, rows)}
     shown = list(table.columns)

@@ -31,13 +31,22 @@ class RunStart:
     name: str
 
 
+def _listed(receivers: Receivers) -> list[OnRow]:
+    return [] if receivers is None else list(receivers) if isinstance(receivers, Sequence) else [receivers]
+
+
+def without_sinks(receivers: Receivers) -> list[OnRow]:
+    """Return the receivers that are plain callables."""
+    return [one for one in _listed(receivers) if not _is_sink(one)]
+
+
 def all_of(receivers: Receivers) -> list[OnRow]:
     """Return receivers as a list.
 
     Raises:
         TypeError: one cannot be called.
     """
-    given = [] if receivers is None else list(receivers) if isinstance(receivers, Sequence) else [receivers]
+    given = _listed(receivers)
     for one in given:
         if not callable(one):
             raise TypeError(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting import RunStart, append_whole
+from ddp_loop.checkpoint import ROWS
+from ddp_loop.reporting import JsonlTail, RunStart, append_whole
 
 Row = Mapping[str, Any]
 _FLUSH_S = 1.0
+_LOGGER = logging.getLogger("ddp_loop")
 
 
 class _CsvFile:
@@ -28,12 +32,26 @@ class _CsvFile:
         self._lines: list[str] = []
         self._flushed = -math.inf
 
-    def begin(self, after: int) -> None:
-        """Keep the lines up to an iteration; a file that is not there comes with its first line."""
+    def begin(self, after: int, *, is_own: bool) -> None:
+        """Keep the lines up to an iteration; another run's file is moved aside.
+
+        A file that is not there comes with its first line.
+        """
         self.close()
-        if self._path.exists():
-            rows = [row for row in read_csv(self._path) if float(row["iteration"]) <= after]
+        if not is_own and self._path.is_file() and self._path.stat().st_size:
+            target = next(one for n in count(1) if not os.path.lexists(one := f"{self._path}.{n}"))
+            self._path.rename(target)
+            _LOGGER.info(
+                f"{self._path} had the rows of another start. They are in {target} now. Give each run a file "
+                "of its own, such as one in its run folder."
+            )
+        elif self._path.exists():
+            rows = self.rows_up_to(after)
             self._rewrite(list(rows[0]) if rows else [], rows)
+
+    def rows_up_to(self, iteration: int) -> list[dict[str, str]]:
+        """The whole lines of the file, up to an iteration."""
+        return [row for row in read_csv(self._path) if float(row["iteration"]) <= iteration]
 
     def add(self, row: Row) -> None:
         """Add a line; new names are added to the header."""
@@ -95,8 +113,10 @@ class _Csv:
         self._files = (self._rows, self._evaluations, logged)
 
     def begin(self, run: RunStart) -> None:
+        rows = self._rows.rows_up_to(run.iteration)
+        is_own = run.folder is not None and bool(rows) and _are_in(rows, run.folder / ROWS)
         for file in self._files:
-            file.begin(run.iteration)
+            file.begin(run.iteration, is_own=is_own)
 
     def __call__(self, row: Row) -> None:
         self._rows.add(row)
@@ -117,11 +137,22 @@ class _Csv:
                 ending.callback(file.close)
 
 
+def _are_in(rows: list[dict[str, str]], path: Path) -> bool:
+    """Whether the first and the last of some lines are rows of this rows.jsonl, by their times."""
+    missing = {float(row["iteration"]): float(row.get("elapsed_s") or "nan") for row in (rows[0], rows[-1])}
+    for update in JsonlTail(path).updates():
+        for row in update.rows:
+            if missing.get(row.get("iteration", 0), "none") == row.get("elapsed_s"):
+                del missing[row["iteration"]]
+    return not missing
+
+
 def csv_sink(path: str | os.PathLike[str]) -> _Csv:
     """Write each row as a line of CSV under a header of names; missing values are empty.
 
     Evaluations and the values of `Loop.log` get files beside it: for rows.csv these are rows.evaluations.csv and
-    rows.logged.csv. A resumed run appends to its own files. A new run replaces existing files.
+    rows.logged.csv. A resumed run continues its own files. Files of another start are moved to rows.csv.1, or the next
+    free number.
 
     Args:
         path: of the file; its folder is created.

@@ -43,7 +43,7 @@ _AMPLE = 10  # tolerances within which an element of a gradient is replaced
 class TraceRequest:
     """A request that every Loop of this process writes a trace with values, or measures its steps.
 
-    A Loop under a request has no run folder, whatever its arguments.
+    A Loop under a request has no run folder and no sinks, whatever its arguments.
 
     Attributes:
         folder: of what the Loops write; they are numbered in the order of creation.

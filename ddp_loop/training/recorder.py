@@ -207,7 +207,7 @@ class RunRecorder:
         if origin is not None:
             self._extent["resumed_from"] = origin
         sums = sums_in(read_json(checkpointer.folder / STATUS))
-        there = checkpointer.open(batches.facts, resume, self._extent, config)
+        there = checkpointer.open(batches.facts, resume, self._extent, config, self._where.has_no_step_left_at)
         self._report.open_console(checkpointer.folder)
         if there is not None and sums:
             self._add_sums(sums, there["iteration"])

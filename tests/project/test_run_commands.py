@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -421,6 +422,33 @@ def test_a_narrow_table_keeps_a_result_however_many_parameters_differ(
     monkeypatch.setenv("NO_COLOR", "1")
     head = cells(printed(capsys, "runs", tmp_path))[0]
     assert {"state", "a_long_parameter_0", "eval loss"} <= {*head}
+
+
+def test_a_narrow_table_has_results_and_times_before_parameters(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        config = dict.fromkeys(("patience", "n", "width", "rate", "depth", "momentum"), number)
+        add_run(tmp_path / str(number), config, [2.0, 1.0, 1.5][: 3 - number], evaluated=0.25 + number)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    order = ["name", "state", "steps", "epoch loss", "best eval loss", "eval loss", "time", "patience", "n"]
+    for count in range(2, len(order) + 1):
+        widths = [max(len(name), 4) for name in order[:count]]
+        monkeypatch.setenv("COLUMNS", str(sum(widths) + 2 * count))
+        head = cells(printed(capsys, "runs", tmp_path))[0]
+        assert {*head} == {*order[:count]}
+
+
+@pytest.mark.parametrize("words", [["runs", "FOLDER"], ["best", "FOLDER", "--by", "loss"], ["devices"]])
+def test_a_command_whose_reader_has_gone_ends_without_a_word(words: list[str], tmp_path: Path) -> None:
+    add_run(tmp_path / "a", {}, [1.0])
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ddp_loop", *(str(tmp_path) if one == "FOLDER" else one for one in words)]
+    with os.fdopen(writing, "wb") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.stderr, done.returncode) == ("", 141)
 
 
 def test_a_run_without_a_config_leaves_alike_parameters_out_of_the_table(tmp_path: Path, capsys: Said) -> None:

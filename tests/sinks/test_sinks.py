@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,14 @@ def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path
     path = tmp_path / "rows.csv"
     sink = csv_sink(path)
     for iteration in range(1, 6):
-        sink(row(iteration))
+        sink(row(iteration, elapsed_s=iteration / 4))
     sink.close()
     path.write_text(path.read_text() + "1,6,4,0.1")  # it was killed while it wrote
     assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4, 5]
+    lines = [{**row(iteration), "elapsed_s": iteration / 4} for iteration in range(1, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     again = csv_sink(path)
-    again.begin(RunStart(None, {}, 3, "run"))
+    again.begin(RunStart(tmp_path, {}, 3, "run"))
     again(row(4))
     again.flush()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4]
@@ -121,6 +124,29 @@ def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path
     anew(row(1))
     anew.close()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1]
+
+
+def test_files_with_the_rows_of_another_run_are_moved_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("rows.csv", "rows.evaluations.csv", "rows.logged.csv")
+
+    def train(run: str, stop_at: int = 0) -> list[str]:
+        log_everything(str(tmp_path / run), csv_sink(tmp_path / "rows.csv"), stop_at)
+        return [(tmp_path / name).read_text() for name in names]
+
+    def moved(number: int) -> list[str]:
+        return [(tmp_path / f"{name}.{number}").read_text() for name in names]
+
+    first = train("a", stop_at=5)
+    assert "of another start" not in capsys.readouterr().out
+    second = train("b", stop_at=4)
+    assert moved(1) == first
+    path = tmp_path / "rows.csv"
+    assert f"ddp_loop: {path} had the rows of another start. They are in {path}.1 now." in capsys.readouterr().out
+    train("a")
+    assert moved(2) == second  # also where it resumes
+    assert [int(one["iteration"]) for one in read_csv(path)] == [6, 7, 8, 9]
+    train("a")
+    assert not list(tmp_path.glob("*.3"))  # its own
 
 
 def test_a_new_run_replaces_the_values_of_an_earlier_one_whatever_step_it_logs_first(tmp_path: Path) -> None:

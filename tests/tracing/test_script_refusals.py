@@ -11,6 +11,7 @@ import torch
 
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
+from ddp_loop.profiling import profile
 from ddp_loop.tracing import CannotVerify
 from ddp_loop.tracing.compare import DifferenceMeter, apart, is_close, kind_of
 from tests.support.scripts import verdict_of, write
@@ -50,6 +51,22 @@ def test_a_script_that_cannot_be_verified_raises_with_the_reason(
     with pytest.raises(CannotVerify) as refused:
         verdict_of(write(tmp_path, TRAINS.replace("HERE", line)), pool, (1, 2))
     assert said in str(refused.value)
+
+
+def test_sinks_write_nothing_under_verify_and_profile_and_a_plain_function_gets_rows(
+    pool: Pool, tmp_path: Path
+) -> None:
+    sinks = "on_row=[csv_sink(sys.argv[1] + '/rows.csv'), tensorboard_sink(sys.argv[1]), print], progress=False"
+    text = TRAINS.replace("HERE", "pass").replace("progress=False", sinks)
+    script = Path(write(tmp_path, "from ddp_loop.sinks import csv_sink, tensorboard_sink\n" + text))
+    folder = tmp_path / "written"
+    folder.mkdir()
+    assert verdict_of(script, pool, (1, 2), arguments=[str(folder)])[0]
+    profile(script, 1, [str(folder)], lambda line: None, steps=1, start=pool.run)
+    assert list(folder.iterdir()) == []
+    script.write_text(script.read_text().replace(", print]", ", lambda row: 1 / 0]"))
+    with pytest.raises(CannotVerify, match="division by zero"):
+        verdict_of(script, pool, (1, 2), arguments=[str(folder)])
 
 
 def test_a_script_gets_its_arguments_and_is_stopped_early(pool: Pool, tmp_path: Path) -> None:

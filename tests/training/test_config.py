@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +151,29 @@ def test_a_resumed_run_says_what_changed_and_keeps_the_newest(
     assert [one["config"] for one in starts] == kept
     assert [len(one["changed"]) for one in starts] == [0, 1, 4, 1, 3]
     assert config_of(tmp_path) == {}
+
+
+def test_a_start_that_makes_no_step_keeps_the_config_and_the_command_of_the_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("command", "start", "directory")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--rate", "0.1"])
+    run(tmp_path, 2, config={"rate": 0.1})
+    before = (tmp_path / "run.json").read_text()
+    first = json.loads((tmp_path / "status.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["train.py", "--rate", "5"])
+    capsys.readouterr()
+    assert run(tmp_path, 2, config={"rate": 5}) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path} keeps the config and the command of its steps. This start makes none with: " in said
+    assert "config: rate was 0.1, is 5." in said
+    assert (tmp_path / "run.json").read_text() == before
+    again = json.loads((tmp_path / "status.json").read_text())
+    assert [again[name] for name in names] == [first[name] for name in names]
+    assert [one["config"]["rate"] for one in lines_of(tmp_path / "starts.jsonl")] == [0.1, 5]
+    assert run(tmp_path, 3, config={"rate": 5}) == 1
+    assert config_of(tmp_path) == {"rate": 5}
+    assert json.loads((tmp_path / "status.json").read_text())["command"] == sys.argv
 
 
 @pytest.mark.parametrize("damage", [None, [], "text", 3])
