@@ -38,6 +38,11 @@ EXAMPLES = {  # one for the help of each command
     "runs": 'runs runs --sort "epoch loss" --where "state=done"',
     "best": "best runs --by loss",
 }
+TO_ITS_END = (
+    "runs to its end, and each Loop ends early, without a run folder. So files that the script writes itself, such as "
+    "by torch.save, overwrite the files of a whole training."
+)
+HOW_TO_KEEP = "Pass it other paths after --, or run it in a copy of its folder."
 OTHER_NAMES = {  # of commands, under which other tools have them
     "train": "run", "launch": "run", "start": "run", "torchrun": "run", "list": "runs", "ls": "runs",
     "status": "runs", "serve": "monitor", "ui": "monitor", "board": "monitor", "compare": "diff", "test": "verify",
@@ -154,12 +159,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, call: Callable[[argparse.Namespace], bool], what: str, codes: str = "", **more: Any) -> Any:
+    def add(
+        name: str, call: Callable[[argparse.Namespace], bool], what: str, codes: str = "", note: str = "", **more: Any
+    ) -> Any:
         ends = textwrap.fill(f"Exit codes: {codes}.", 100) if codes else ""
         command = commands.add_parser(
             name,
             help=what,
-            description=f"{what[0].upper()}{what[1:]}.",
+            description=textwrap.fill(f"{what[0].upper()}{what[1:]}. {note}", 100),
             epilog=f"Example: {program} {EXAMPLES[name]}\n{ends}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **more,
@@ -224,6 +231,7 @@ def _add_comparisons(add: Callable[..., Any]) -> None:
         _verify,
         "run a script on several numbers of ranks and compare the results",
         f"{EQUAL} equal, {UNEQUAL} unequal, {FAILED} the script failed or made no step",
+        note=f"The script {TO_ITS_END} {HOW_TO_KEEP}",
         usage="%(prog)s SCRIPT [--ranks 1,2,3] [--steps K] [--tolerance T] [--timeout-s S] [-- SCRIPT'S ARGUMENTS]",
     )
     one.add_argument("script", type=Path, metavar="SCRIPT")
@@ -344,6 +352,7 @@ def _add_profile(add: Callable[..., Any]) -> None:
         _profile,
         "run a script and show where the time of a step goes on each rank",
         f"{EQUAL} measured, {FAILED} the script failed or made no step",
+        note=f"The script {TO_ITS_END} {HOW_TO_KEEP}",
         usage="%(prog)s SCRIPT [--ranks N] [--steps K] [--trace FOLDER] [-- SCRIPT'S ARGUMENTS]",
     )
     command.add_argument("script", type=Path, metavar="SCRIPT")
@@ -466,6 +475,7 @@ def _verify(options: argparse.Namespace) -> bool:
 
     if not options.script.is_file():
         raise CannotVerify(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
+    _say(f"{options.script} {TO_ITS_END}")
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
     return verify(job, options.ranks, _say)
 
@@ -477,6 +487,7 @@ def _profile(options: argparse.Namespace) -> bool:
     if not options.script.is_file():
         raise CannotProfile(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
     ranks = options.ranks or gpu_count() or 2
+    _say(f"{options.script} {TO_ITS_END}")
     profile(options.script, ranks, options.arguments, _say, steps=options.steps, traces=options.trace)
     return True
 

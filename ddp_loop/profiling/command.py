@@ -30,8 +30,9 @@ def profile(
 ) -> None:
     """Run a script until its steps are measured, and report where their time goes.
 
-    Each Loop ends after the measured steps, and the script goes on. No Loop has a run folder, so nothing of the user's
-    is written or resumed. The measured times are reported even if the script fails or is stopped.
+    Each Loop ends after the measured steps, and the script goes on to its end. No Loop has a run folder, so no run of
+    the user's is written or resumed, but the script's own files are. The measured times are reported even if the script
+    fails or is stopped.
 
     Args:
         script: its path.

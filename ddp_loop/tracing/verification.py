@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -35,7 +36,12 @@ from ddp_loop.tracing.trace import MEANING, STAGES, Trace, check_comparable, dif
 from ddp_loop.tracing.tracer import TraceRequest, tracing
 
 _STEPS_IN_HALVES = 2  # a term that is 0 at the initial parameters shows in the second one
+_WORTH_TELLING = 0.01  # of the tolerance
 _AGREES = "; everything before it agrees, up to rounding."
+_PAIRS = (
+    "A loss that compares samples (pairs, ranking, contrastive) needs the whole mini-batch, by step.hold and "
+    "step.gather (docs/buffers.md): with fixed shards it is equal on all ranks, but another loss."
+)
 
 
 class CannotVerify(Exception):
@@ -135,6 +141,7 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
     equal = True
     same_bits = True
     steps = 0
+    told: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="ddp_loop-verify-") as folder:
         reference: list[Trace] = []
         for number in ranks:
@@ -148,7 +155,7 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
                 heading += f", against {_ranks(reference[0])}" + (": the same bits" if verdict.same_bits else "")
             say("\n  ".join([heading, *verdict.lines]))
             if verdict.problem is not None:
-                say(f"\nUNEQUAL on {_ranks(found[0])}. {verdict.problem}\n")
+                say(f"\nUNEQUAL on {_ranks(found[0])}. {_untold(verdict.problem, told)}\n")
                 equal = False
             reference = reference or found
         if equal:
@@ -178,6 +185,14 @@ class _Verdict:
     same_bits: bool = False
     may_be_rounding: bool = False
     where: str | None = None
+
+
+def _untold(problem: str, told: set[str]) -> str:
+    """A problem without the sentences in `told`, and with its first one always; adds them to `told`."""
+    first, *others = re.split(r"(?<=[.?]) (?=[A-Z])", problem)
+    new = [sentence for sentence in others if sentence not in told]
+    told.update(others)
+    return " ".join([first, *new, *(["The rest is as above."] if len(new) < len(others) else [])])
 
 
 def _replicas(trace: Trace) -> str | None:
@@ -265,7 +280,7 @@ def _try_halves(traces: list[Trace], job: VerifyJob, folder: Path, say: Callable
         say(
             f"With {how}, the first gradients differ by {difference:.2g} of their size, by what "
             "depends on the shard (batch norm, dropout, a loss over pairs of samples, mixed precision). So keep the "
-            "number of shards as it is."
+            f"number of shards as it is. {_PAIRS}"
         )
     return True
 
@@ -298,7 +313,7 @@ def _following(reference: list[Trace], found: list[Trace], job: VerifyJob, folde
     verdict = _against(again, found, job.tolerance)
     line = (
         "The gradients are equal up to rounding, which an optimizer can enlarge. So the steps were made again on "
-        f"{_ranks(again[0])} with the gradients of {_ranks(found[0])}:"
+        f"{_ranks(again[0])} with the gradients of {_ranks(found[0])}{':' if verdict.lines else '.'}"
     )
     return replace(verdict, lines=(line, *verdict.lines), same_bits=False)
 
@@ -317,11 +332,7 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
     if parting is None:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
-    lines = []
-    for kind, each in largest.items():
-        share = f"{each.tolerances:.2%} of" if each.tolerances < 10 else f"{each.tolerances:,.0f} times"
-        largest_of_kind = f"largest difference of {KINDS[kind]}: `{each.name}` in step {each.step}"
-        lines.append(f"{largest_of_kind}, {share} the tolerance for rounding")
+    lines = [_line_of(kind, each) for kind, each in largest.items() if each.tolerances >= _WORTH_TELLING]
     same_shards = one.head["shards"] == other.head["shards"]
     if same_shards and one.head["ordered"] and other.head["ordered"]:
         rule = "With fixed shards, in an ordered fold, every number of ranks must give the same bits."
@@ -340,6 +351,12 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
         is_sum = any(name.endswith(", sum of loss") for _, name in one.of_shards(unequal.step))
         where = f"{_where(unequal)}{_AGREES}" if is_sum else None
     return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late, where=where)
+
+
+def _line_of(kind: str, largest: Mismatch) -> str:
+    share = f"{largest.tolerances:.2%} of" if largest.tolerances < 10 else f"{largest.tolerances:,.0f} times"
+    largest_of_kind = f"largest difference of {KINDS[kind]}: `{largest.name}` in step {largest.step}"
+    return f"{largest_of_kind}, {share} the tolerance for rounding"
 
 
 def _explained(one: Trace, other: Trace, unequal: Mismatch) -> str | None:
@@ -396,11 +413,11 @@ def _why(one: Trace, other: Trace, unequal: Mismatch) -> str:
             "(docs/buffers.md)."
         )
     return (
-        f"{where} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and a result depends "
-        "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is neither a mean nor "
-        "a sum over its samples (a penalty beside a sum counts once per shard), or mixed precision. Fix the shards, "
-        f"{fixed}. Or pass step.backward the weight that the loss is a mean over. Or, for mixed precision, verify "
-        "--tolerance 0.02."
+        f"{where} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}. A result depends on "
+        "the shard: by its statistics (batch norm), its random numbers (dropout), a loss over pairs of samples, a loss "
+        "that is neither a mean nor a sum over its samples (a penalty beside a sum counts once per shard), or mixed "
+        f"precision. {_PAIRS} Otherwise fix the shards, {fixed}. Or pass step.backward the weight that the loss is a "
+        "mean over (tokens, boxes). Or, for mixed precision, verify --tolerance 0.02."
     )
 
 

@@ -94,6 +94,7 @@ def test_a_killed_rank_is_named_and_the_others_are_reported(tmp_path: Path) -> N
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
+    assert ended.stdout.startswith(f"{script} runs to its end, and each Loop ends early, without a run folder. ")
     assert "2 ranks on cpu, without rank 1, which sent no times." in ended.stdout
     assert "rank 1 died by signal 9 (SIGKILL)" in ended.stderr
 

@@ -119,6 +119,15 @@ def test_the_help_of_run_begins_with_its_own_options(capsys: pytest.CaptureFixtu
     assert text.index("--ranks N|gpu         number of ranks") < text.index("--nnodes NNODES") < text.index("Example:")
 
 
+@pytest.mark.parametrize("command", ["verify", "profile"])
+def test_the_help_says_that_files_of_the_script_are_overwritten(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(printed_by([command, "--help"], capsys).split())
+    assert "files that the script writes itself, such as by torch.save, overwrite the files of a whole training" in text
+    assert "Pass it other paths after --, or run it in a copy of its folder." in text
+
+
 def test_the_version_is_that_of_the_package_and_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed_by(["--version"], capsys).startswith(
         f"ddp_loop {dl.__version__}, torch {metadata.version('torch')}, "

@@ -157,8 +157,8 @@ def test_a_picture_that_fails_is_said_and_the_run_is_done(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(plots, "curves", fail)
-    train(str(tmp_path), True)
-    assert "was not drawn. OSError('the disk is full')" in capsys.readouterr().out
+    train(str(tmp_path / "scripts" / ".."), True)
+    assert f"{tmp_path} was not drawn. OSError('the disk is full')" in capsys.readouterr().out
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
 
 

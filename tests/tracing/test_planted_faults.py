@@ -190,7 +190,7 @@ FAULTS = {
     "a penalty beside a sum": ({"LOSS": f"step.backward({SUM} + penalty(model), reduction='sum')"}, PENALTY),
     "data by the place in the shard": (
         {"LOSS": "step.backward(F.cross_entropy(logits * (1 + torch.arange(size))[:, None], b))"},
-        "a result depends on the shard",
+        "result depends on the shard",
     ),
 }
 

@@ -44,6 +44,7 @@ with dl.join_world(seed=0) as world:
             AFTER
 """
 
+DOUBLE = {"rate = 0.1": "rate = 0.1; data = data[0].double(), data[1]"}
 USUAL = {
     "SHARDS": "None",
     "MODEL": "mlp()",
@@ -68,14 +69,41 @@ def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float 
 def test_runs_that_are_equal_up_to_rounding_are_reported_as_equal(pool: Pool, tmp_path: Path) -> None:
     adam = "torch.optim.Adam(model.parameters(), lr=0.01)"
     unordered = {"MODEL": "normed()", "SHARDS": "3", "ORDERED": "False", "OPTIMIZER": adam}
-    double = {
-        "MODEL": "mlp().double()",
-        "AFTER": "kept['best'] = str(step.iteration)",
-        "rate = 0.1": "rate = 0.1; data = data[0].double(), data[1]",
-    }
+    double = {"MODEL": "mlp().double()", "AFTER": "kept['best'] = str(step.iteration)", **DOUBLE}
     equal, said = verdict_of(write(tmp_path, script_of(unordered) + script_of(double)), pool, steps=6)
     assert equal, said
     assert said.splitlines()[-1].startswith("EQUAL on 1, 2, 3 ranks: the same numbers, up to rounding")
+
+
+@pytest.mark.covers("H9")
+def test_a_difference_far_below_the_tolerance_is_not_told(pool: Pool, tmp_path: Path) -> None:
+    equal, said = verdict_of(write(tmp_path, script_of({"MODEL": "mlp().double()", **DOUBLE})), pool, (1, 2), steps=1)
+    assert equal, said
+    assert said.splitlines()[1:] == [
+        "2 ranks, 2 shards, 1 step, against 1 rank",
+        "",
+        "EQUAL on 1, 2 ranks: the same numbers, up to rounding, in the whole state after 1 step.",
+    ]
+
+
+PAIRS = {"cross_entropy(logits, labels)": "cross_entropy(logits @ logits.T, torch.arange(len(logits)))"}
+
+
+@pytest.mark.covers("H9")
+def test_the_remedy_of_a_loss_over_pairs_is_named_once_for_all_numbers_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    equal, said = verdict_of(write(tmp_path, script_of(PAIRS)), pool, (1, 2, 3), steps=2)
+    assert not equal
+    on_2, _, on_3 = said.partition("UNEQUAL on 3 ranks")
+    assert "needs the whole mini-batch, by step.hold and step.gather (docs/buffers.md)" in on_2
+    assert "step.gather" not in on_3
+    assert on_3.endswith("The rest is as above.\n")
+
+
+@pytest.mark.covers("H9")
+def test_the_remedy_of_a_loss_over_pairs_is_named_with_fixed_shards(pool: Pool, tmp_path: Path) -> None:
+    equal, said = verdict(pool, tmp_path, {"SHARDS": "2", **PAIRS})
+    assert equal, said
+    assert "needs the whole mini-batch, by step.hold and step.gather (docs/buffers.md)" in said
 
 
 @pytest.mark.covers("H9")

@@ -23,7 +23,11 @@ def test_the_command_verifies_a_script_by_epochs_without_with() -> None:
         [sys.executable, "-m", "ddp_loop", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines()[-1].startswith("EQUAL on 1, 2 ranks: the same ")
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith(
+        "examples/migrate/after/plain.py runs to its end, and each Loop ends early, without a run"
+    )
+    assert lines[-1].startswith("EQUAL on 1, 2 ranks: the same ")
 
 
 @pytest.mark.slow
