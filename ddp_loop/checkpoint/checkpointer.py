@@ -18,9 +18,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
@@ -93,6 +94,13 @@ class Snapshot:
     buffers: StagingBuffers
 
 
+def _advice_of(folder: Path, kept: Sequence[str], around: Callable[[], str] = str) -> str:
+    """How to go on after a failure: from a run's newest checkpoint, or without one from the run around it."""
+    if kept:
+        return f"The checkpoint {kept[0]} is in {folder}.\n{words_to_go_on()}"
+    return " ".join(filter(None, (f"{folder} has no checkpoint yet.", around())))
+
+
 class Checkpointer:
     """Saves and restores a run, on all ranks; rank 0 owns the files.
 
@@ -144,6 +152,8 @@ class Checkpointer:
         self._ended = False
         self._is_refused = True  # until it is restored; its status then stays as it was
         self.newest = ""
+        self._kept: list[str] = []  # the same name, if there is one
+        self.advice = partial(_advice_of, self.folder, self._kept)  # keeps no state alive
         self._advice = ""  # on how to go on from there, on rank 0, unless the launcher says it
         self.asked = False
         self.sums: Mapping[str, FileSum] = {}
@@ -469,8 +479,8 @@ class Checkpointer:
         """Note the newest durable checkpoint, also for the launcher, which names it if a rank fails."""
         self.newest = name
         if self._run is not None:
-            advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
-            self._advice = "" if leave_advice(advice) else advice
+            self._kept[:] = [name]
+            self._advice = "" if self._world.advise() else self.advice()
 
     def _read(self) -> tuple[tuple[str, Mapping[str, Any]], SerializedState] | None:
         """Read the newest valid checkpoint, on rank 0: its name, its facts, and its state."""

@@ -5,10 +5,13 @@ A rank that is late, gone, or in another collective is found by a roll call, whi
 
 from __future__ import annotations
 
+import inspect
+import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 
 from ddp_loop.distributed.values import sendable
 from ddp_loop.elastic import cut_text, is_of_package
@@ -123,6 +126,41 @@ class RankReport:
 
     where: RankStatus
     stack: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftLoop:
+    """A loop inside another one, as the script left it by a break or an error.
+
+    Attributes:
+        code, lines: of the script's function that iterated it, from the `for` to the line that left it.
+        where: the place in which it was left.
+        advice: on how to go on with its run.
+    """
+
+    code: CodeType
+    lines: range
+    where: tuple[str, int]
+    advice: Callable[[], str]
+
+    def raised(self, error: BaseException) -> bool:
+        """Whether the error came from this loop or its body."""
+        raised = traceback.walk_tb(error.__traceback__)
+        return any(frame.f_code is self.code and line in self.lines for frame, line in raised)
+
+
+def running_lines() -> dict[CodeType, int]:
+    """The line at which each function that runs now is."""
+    return {frame.f_code: line for frame, line in traceback.walk_stack(sys._getframe())}
+
+
+def line_that_leaves() -> tuple[CodeType | None, int]:
+    """The script's function that has left a loop, and its line; it is no generator, which would be closed as well."""
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        is_of_script = not str(frame.f_globals.get("__name__", "")).startswith(("ddp_loop.", "contextlib"))
+        if is_of_script and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return frame.f_code, line
+    return None, 0
 
 
 def listed(names: Sequence[str]) -> str:

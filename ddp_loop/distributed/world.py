@@ -25,11 +25,14 @@ from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.encoding import check_plain
 from ddp_loop.distributed.failures import (
+    LeftLoop,
     PeerFailed,
     RankStatus,
     Stopped,
     format_error,
+    line_that_leaves,
     listed,
+    running_lines,
     shorten,
 )
 from ddp_loop.distributed.process_group import ProcessGroups
@@ -37,7 +40,7 @@ from ddp_loop.distributed.processes import report_to_launcher
 from ddp_loop.distributed.stops import Stops
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
-from ddp_loop.elastic import shorten_refusal
+from ddp_loop.elastic import leave_advice, shorten_refusal
 
 Value = TypeVar("Value")
 _LEFT = "A world cannot be used after it was left. Work inside its `with`, or call join_world() again."
@@ -106,7 +109,9 @@ class World:
         self.why_gloo = ""
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # of the loop in which this rank is
+        self.advice: Callable[[], str] = str  # on how to go on with that loop's run after a failure; "" without one
         self._loops: list[object] = []  # that are being iterated, the innermost last
+        self._left: list[LeftLoop] = []  # since the last collective, the innermost first
         self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
@@ -328,27 +333,51 @@ class World:
         self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
         return stream_key(self.seed, EVALUATION, *place, before)
 
-    def offer_to_evaluations(self, on_evaluated: Callable[[dict[str, float]], None]) -> None:
-        """Give evaluations to a new loop, unless another one is being iterated."""
+    def offer(self, on_evaluated: Callable[[dict[str, float]], None], advice: Callable[..., str] | None) -> None:
+        """Give evaluations and advice to a new loop, unless another one is being iterated; see `in_loop`."""
         if not self._loops:
             self.on_evaluated = on_evaluated
+            self.advice = advice or self.advice
+            self.advise()
 
     @contextmanager
-    def in_loop(self, on_evaluated: Callable[[dict[str, float]], None]) -> Iterator[None]:
-        """Give evaluations to the loop that is iterated in the block, and afterwards to the loop around it.
+    def in_loop(
+        self, on_evaluated: Callable[[dict[str, float]], None], advice: Callable[..., str] | None
+    ) -> Iterator[None]:
+        """Give evaluations and advice to the loop that is iterated in the block, and afterwards to the loop around it.
 
         Stage and step are that one's again, too. Without one, later evaluations are still this loop's.
+
+        Args:
+            on_evaluated: records an evaluation.
+            advice: returns how to go on with the loop's run after a failure, given the advice of the loop around it;
+                None without a run folder.
         """
         around = self._loops[-1:]
-        before = self.on_evaluated, self.stage, self.step
+        before = self.on_evaluated, self.advice, self.stage, self.step
+        lines = running_lines()
         self._loops.append(on_evaluated)
         self.on_evaluated = on_evaluated
+        if advice is not None:
+            self.advice = partial(advice, self.advice if around else str)
+        self.advise()
         try:
             yield
+        except BaseException:
+            code, last = line_that_leaves()
+            if around and code is not None:
+                block = range(lines.get(code, last), last + 1)
+                self._left.append(LeftLoop(code, block, (self.stage, self.step), self.advice))
+            raise
         finally:
             self._loops.remove(on_evaluated)
             if around and around[0] in self._loops:  # else it was left before
-                self.on_evaluated, self.stage, self.step = before
+                self.on_evaluated, self.advice, self.stage, self.step = before
+                self.advise()
+
+    def advise(self) -> bool:
+        """Leave the launcher the advice on how to go on, on rank 0; False where no launcher prints it."""
+        return self.rank == 0 and leave_advice(self.advice())
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 
@@ -440,6 +469,12 @@ class World:
         if isinstance(error, Stopped):
             error = None  # it is raised on all ranks, and is no failure
         self.ended_by = error
+        for left in self._left:
+            if error is not None and left.raised(error):
+                self.stage, self.step = left.where
+                self.advice = left.advice
+                self.advise()
+                break
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
         if isinstance(error, PeerFailed):
@@ -523,6 +558,7 @@ class World:
         Raises:
             RuntimeError: it may not: after leaving, in `rank_zero_first`, or inside a step.
         """
+        self._left = []  # the script went on
         if self._deferred and not in_step:
             self._run_deferred()
         why = self._refusal or (None if in_step else self.blocked_because)

@@ -292,9 +292,10 @@ class Reporter:
         world = self._world
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
-        world.offer_to_evaluations(self.on_evaluated)
-        if self._checkpointer is not None:
-            folder = self._checkpointer.folder
+        checkpointer = self._checkpointer
+        world.offer(self.on_evaluated, None if checkpointer is None else checkpointer.advice)
+        if checkpointer is not None:
+            folder = checkpointer.folder
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
             self._usage = UsageLog(folder, world.rank, world.device, lambda: where.iteration, began, world.print)

@@ -178,6 +178,11 @@ class RunRecorder:
         """Records an evaluation of this loop."""
         return self._report.on_evaluated
 
+    @property
+    def advice(self) -> Callable[..., str] | None:
+        """On how to go on with this loop's run; see `World.in_loop`."""
+        return None if self.checkpointer is None else self.checkpointer.advice
+
     def open(
         self,
         batches: Batches,

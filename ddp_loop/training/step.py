@@ -476,11 +476,15 @@ class Step:
             return False
         left = _LeftLoop(why)
         end = self._left_pass(left)
+        where = world.stage, world.step
 
         def tell() -> None:
+            before = world.stage, world.step
+            world.stage, world.step = where  # the message names them
             world.blocked_because = None
             with suppress(_LeftLoop, PeerFailed):
                 end()
+            world.stage, world.step = before
             left.__traceback__ = None  # its frames keep the model, and `left` itself
 
         world.defer(tell)

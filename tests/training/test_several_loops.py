@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,9 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.refusals import loop_over, loss_of, mean_of, network, samples
+from ddp_loop.elastic.rank import ADVICE, START
+from tests.support.harness import OnRanks
+from tests.support.refusals import loop_over, loss_of, mean_of, network, on_this_rank, samples
 from tests.support.runs import lines_of
 
 
@@ -152,3 +157,95 @@ def test_the_first_of_two_loops_does_not_repeat_the_lines_after_an_epoch_of_the_
     assert after_epochs_of_phases(tmp_path, leave_at=10) == [(1, 1), (2, 1), (2, 2)]
     assert after_epochs_of_phases(tmp_path) == [(2, 2), (2, 3)]
     assert after_epochs_of_phases(tmp_path) == [(2, 3)]
+
+
+# -- where a failure is said to be, and how to go on ---------------------------------------------------------
+
+FAILS_AT = 3  # a step of an inner loop
+
+
+class Ended(BaseException):
+    """An error that is no Exception."""
+
+
+def handed_on(steps: Iterable[dl.Step]) -> Iterator[dl.Step]:
+    """As a progress bar hands steps on."""
+    for step in steps:  # noqa: UP028
+        yield step
+
+
+def train_inner(world: dl.World, folder: str, how: str, **saving: Any) -> None:
+    inner = network()
+    loop: Iterable[dl.Step] = loop_over(world, folder, inner, **saving)
+    for step in handed_on(loop) if how == "handed on" else loop:
+        make(step, inner)
+        if how and step.iteration == FAILS_AT:
+            if "break" in how:
+                break
+            try:
+                raise {"Ended": Ended, "caught": ArithmeticError}.get(how, ValueError)
+            except ValueError:
+                raise  # its traceback has the line above alone
+    if how == "break, raise":
+        raise ValueError
+
+
+def train_outer(world: dl.World, folder: str, how: str, meets: bool = False, **saving: Any) -> None:
+    """The second inner loop fails on rank 0, or the outer one after the inner one was left."""
+    outer = network()
+    for step in loop_over(world, f"{folder}/outer", outer, epochs=2, save_every=2 if saving else None):
+        make(step, outer)
+        if step.iteration == 3:
+            train_inner(world, f"{folder}/inner-1", "")
+        elif step.iteration == 4:
+            with suppress(ArithmeticError):
+                train_inner(world, f"{folder}/inner-2", how if world.rank == 0 else "", **saving)
+            if meets:
+                world.gather(0)
+            raise ValueError
+
+
+INSIDE = ("raise", "handed on", "Ended")
+AFTER = ("break", "break, raise", "caught")
+
+
+@pytest.mark.parametrize("how", [*INSIDE, *AFTER])
+def test_a_failure_is_said_to_be_in_the_loop_where_it_happened(how: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, Ended)), dl.join_world() as world:
+        train_outer(world, str(tmp_path), how)
+    place = FAILS_AT if how in INSIDE else 4
+    for folder in ("outer", "inner-2"):
+        status = json.loads((tmp_path / folder / "status.json").read_text())
+        assert (status["status"], status["stage"], status["step"]) == ("failed", "optimizer", place)
+
+
+@pytest.mark.parametrize("how", ["raise", "break"])
+def test_other_ranks_name_the_inner_loop_that_a_rank_left(how: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    _, other = on_ranks(2, on_this_rank, train_outer, str(tmp_path), (how, True))
+    assert other.kind == "PeerFailed"
+    assert other.text.startswith(f"rank 0 failed in optimizer of step {FAILS_AT}: ")
+
+
+@pytest.mark.parametrize(
+    ("how", "saving", "advice"),
+    [
+        ("raise", {}, "{0}/inner-2 has no checkpoint yet. {0}/outer has no checkpoint yet."),
+        ("raise", {"save_every": 2}, "The checkpoint step-00000002 is in {0}/inner-2."),
+        (
+            "raise",
+            {"save_every": 9},
+            "{0}/inner-2 has no checkpoint yet. The checkpoint step-00000002 is in {0}/outer.",
+        ),
+        ("break", {"save_every": 2}, "The checkpoint step-00000002 is in {0}/outer."),
+    ],
+)
+def test_the_advice_is_on_a_run_that_failed_and_not_on_one_that_ended_before(
+    how: str, saving: dict[str, Any], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv(START, "[]")
+    with pytest.raises(ValueError, match=r"^$"), dl.join_world() as world:
+        train_outer(world, str(tmp_path), how, **saving)
+    first, *others = (tmp_path / f"error.json{ADVICE}").read_text().splitlines()
+    assert first == advice.format(tmp_path)
+    assert [line.partition(":")[0] for line in others] == ["to go on"] * ("is in" in advice)
