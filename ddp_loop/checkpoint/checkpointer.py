@@ -219,11 +219,10 @@ class Checkpointer:
         position = self._restore()
         self._is_refused = False
         if self._run is not None:
-            used = settings.keys() - extent.keys()
             if position is not None and is_finished(position):
                 self._run.keep_record()
-                used = set()
-            self._begin_run(self._run, position, used)
+                settings.clear()
+            self._begin_run(self._run, position, settings.keys() - extent.keys())
         return position
 
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:

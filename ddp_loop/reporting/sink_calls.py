@@ -31,13 +31,9 @@ class RunStart:
     name: str
 
 
-def _listed(receivers: Receivers) -> list[OnRow]:
-    return [] if receivers is None else list(receivers) if isinstance(receivers, Sequence) else [receivers]
-
-
-def without_sinks(receivers: Receivers) -> list[OnRow]:
+def without_sinks(receivers: Sequence[OnRow]) -> list[OnRow]:
     """Return the receivers that are plain callables."""
-    return [one for one in _listed(receivers) if not _is_sink(one)]
+    return [one for one in receivers if not _is_sink(one)]
 
 
 def all_of(receivers: Receivers) -> list[OnRow]:
@@ -46,7 +42,7 @@ def all_of(receivers: Receivers) -> list[OnRow]:
     Raises:
         TypeError: one cannot be called.
     """
-    given = _listed(receivers)
+    given = [] if receivers is None else list(receivers) if isinstance(receivers, Sequence) else [receivers]
     for one in given:
         if not callable(one):
             raise TypeError(

@@ -14,7 +14,7 @@ import torch
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_epoch, streams
-from ddp_loop.reporting import Receivers, without_sinks
+from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.checks import StepChecks
@@ -146,8 +146,7 @@ class Loop:
             same |= {"check_replicas_every": check_replicas_every, "on_nonfinite": on_nonfinite, "ordered": ordered}
             same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
             same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
-            on_row = on_row if watched is None else without_sinks(on_row)
-            show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
+            show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor, watched=watched)
             self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
     def _make_recorder(

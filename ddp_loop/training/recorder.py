@@ -45,6 +45,7 @@ from ddp_loop.reporting import (
     make_table,
     pass_weights,
     sums_in,
+    without_sinks,
     write_table,
 )
 from ddp_loop.tracing import TRACE as FOLDER
@@ -250,13 +251,22 @@ class RunRecorder:
             self._extent["shares"] = list(shares)
             self.checkpointer.write_status("running", iteration=self._where.iteration)
 
-    def open_rows(self, receivers: Receivers, config: Config | None, *, progress: bool, monitor: bool) -> None:
+    def open_rows(
+        self,
+        receivers: Receivers,
+        config: Config | None,
+        *,
+        progress: bool,
+        monitor: bool,
+        watched: TraceRequest | None,
+    ) -> None:
         """Start to take and show rows, appended to those already in the file. Every rank must call this.
 
         Args:
             receivers: of the rows.
             config: the script's hyper-parameters, flat.
             progress, monitor: whether the terminal and a page show the run.
+            watched: a trace request, under which there are no sinks and no page; None without one.
 
         Raises:
             ImportError, OSError, TypeError, ValueError: on rank 0, where a file cannot be written, a receiver not be
@@ -280,7 +290,9 @@ class RunRecorder:
 
         def begin() -> str | None:
             opened = all_of(receivers)
-            if monitor:
+            if watched is not None:
+                opened = without_sinks(opened)
+            elif monitor:
                 if checkpointer is None:
                     raise ValueError("A page shows a run folder. Got monitor=True without one. Pass run_dir=.")
                 from ddp_loop.monitor import start_page  # 20 ms that others need not spend
