@@ -94,11 +94,11 @@ class Snapshot:
     buffers: StagingBuffers
 
 
-def _advice_of(folder: Path, kept: Sequence[str], around: Callable[[], str] = str) -> str:
+def _advice_of(folder: Path, kept: Sequence[str], around: Callable[[], str] | None = None) -> str:
     """How to go on after a failure: from a run's newest checkpoint, or without one from the run around it."""
     if kept:
         return f"The checkpoint {kept[0]} is in {folder}.\n{words_to_go_on()}"
-    return " ".join(filter(None, (f"{folder} has no checkpoint yet.", around())))
+    return "" if around is None else f"{folder} has no checkpoint yet. {around()}".rstrip()
 
 
 class Checkpointer:

@@ -359,7 +359,7 @@ class World:
         self._loops.append(on_evaluated)
         self.on_evaluated = on_evaluated
         if advice is not None:
-            self.advice = partial(advice, self.advice if around else str)
+            self.advice = partial(advice, self.advice) if around else advice
         self.advise()
         try:
             yield

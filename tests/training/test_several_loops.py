@@ -229,7 +229,7 @@ def test_other_ranks_name_the_inner_loop_that_a_rank_left(how: str, on_ranks: On
 @pytest.mark.parametrize(
     ("how", "saving", "advice"),
     [
-        ("raise", {}, "{0}/inner-2 has no checkpoint yet. {0}/outer has no checkpoint yet."),
+        ("raise", {}, "{0}/inner-2 has no checkpoint yet."),
         ("raise", {"save_every": 2}, "The checkpoint step-00000002 is in {0}/inner-2."),
         (
             "raise",
