@@ -187,5 +187,5 @@ def explained(what: str, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == errno.EFBIG:
-            remedy = remedy.replace("Make room there,", "Raise the limit on the size of files (ulimit -f),")
+            remedy = remedy.replace("Make room there,", "Make room there by a higher limit on files (ulimit -f),")
         raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}") from error

@@ -190,8 +190,7 @@ class Checkpointer:
             PeerFailed: another rank raised one of these.
         """
         self._extent = extent
-        batches = "SequenceBatches" if "lanes" in facts else "Batches"
-        self._divided_by_ranks = batches if facts.get("shards") is None else None
+        self._divided_by_ranks = None if facts.get("shards") else "SequenceBatches" if "lanes" in facts else "Batches"
         settings: dict[str, object] = {}
 
         def take() -> None:

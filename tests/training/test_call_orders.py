@@ -27,6 +27,7 @@ UNFOLDED = r"Every step must end with step\.fold\(\)"
 TWICE = r"Each pass over the shards must end with fold\(\)"
 NO_PASS = r"fold\(\) must come after a pass over the shards"
 LEFT_OUT = "step.backward must be called for every shard"
+NO_LOSS = "Held outputs need a loss of the whole mini-batch"
 HELD_ONCE = "step.hold must be called once for each shard"
 GATHERED_ONCE = "step.gather must be called once, between the shards and the fold"
 AT_ONCE = "A Loop can be iterated once, .* Create a new Loop"
@@ -215,7 +216,7 @@ class Calls(RuleBasedStateMachine):
         if not self._is_open:
             self._refuse(NO_PASS, self._step.fold)
         elif self._done != set(range(SHARDS)):
-            self._refuse(LEFT_OUT, self._step.fold)
+            self._refuse(NO_LOSS if self._held else LEFT_OUT, self._step.fold)
         else:
             expected = network()
             loss_of(expected, samples(BATCH * STEPS).split(BATCH)[self._step.iteration - 1]).backward()

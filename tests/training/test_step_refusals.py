@@ -242,7 +242,7 @@ WRONGS = {
         "ValueError",
         holding,
     ),
-    "hold without a loss": Wrong(each(hold), r"Step 3 held outputs, and has no loss of them\. Call", shards=(6,)),
+    "hold without a loss": Wrong(each(hold), r"Step 3 held outputs, and has no loss of them\. After", shards=(6,)),
     "a weight of all": Wrong(
         each(hold, lambda step, model: step.backward(spread(step.gather()), weight=3)),
         "takes no weight, no reduction and no more_losses=",
