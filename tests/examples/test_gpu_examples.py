@@ -43,6 +43,11 @@ SMALL = {
     "migrate/after/dcgan.py": "--epochs 1 --images 64",
     "migrate/after/gpt.py": "--max-iters 4 --eval-interval 2",
     "migrate/after/imagenet.py": "--epochs 1 --images 64",
+    "migrate/after/vae.py": "--epochs 1 --images 64",
+    "migrate/after/language_model.py": "--epochs 1",
+    "migrate/after/sine_waves.py": "--steps 1 --length 12",
+    "migrate/after/detection.py": "--epochs 1 --images 16",
+    "migrate/after/simclr.py": "--epochs 1 --images 40 --batch-size 16",
 }
 WITHOUT_GPU = {"pooled_statistics.py": "its numbers are those of the CPU: it joins no world"}
 

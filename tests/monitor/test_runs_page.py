@@ -340,7 +340,8 @@ def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another
         chart, panel = (one.page.locator(place).first.bounding_box() for place in (".chart", "#list"))
         assert panel["x"] + panel["width"] <= chart["x"]
         assert chart["y"] + chart["height"] < 800
-        assert one.page.evaluate("document.documentElement.scrollWidth") == 1000
+        width = "document.documentElement.scrollWidth"
+        until(lambda: one.page.evaluate(width) == 1000, "the charts have the page's width")
 
 
 # -- many --------------------------------------------------------------------------------------------------

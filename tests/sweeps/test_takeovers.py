@@ -19,11 +19,12 @@ from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import TASK_S, OnRanks, until
 from tests.support.paths import ROOT
 from tests.support.postgres import SOCKET, running_postgres
-from tests.support.runs import lines_of, rows_of
+from tests.support.runs import checkpoints_of, lines_of, rows_of
 from tests.support.sweep_jobs import REACHED, SAVE_EVERY, STANDS_AT, UPDATES, check_alone, train
 from tests.support.trials import marked, sweeping, toml, trial, updates
 
 RATES = [0.1, 0.05]
+SAVED = STANDS_AT // SAVE_EVERY * SAVE_EVERY  # the checkpoint before the first trial stands still
 ELSEWHERE = ("unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh")  # a machine of another name
 
 
@@ -55,6 +56,7 @@ def test_a_worker_takes_over_the_trial_of_one_that_was_killed_or_stands_still(
     command = (mark, described(folder), f"--storage={postgres_url}")
     with sweeping(*command, inside=ELSEWHERE if is_killed else ()) as first:
         until((run / REACHED).exists, "the first trial stands still", TASK_S)
+        until(lambda: SAVED in checkpoints_of(run), "its checkpoint is written", TASK_S)
         processes = list(marked(mark)) if fate == "stopped with its rank" else [first.pid]
         for process in () if is_killed else processes:
             os.kill(process, signal.SIGSTOP)
@@ -80,7 +82,7 @@ def test_a_worker_takes_over_the_trial_of_one_that_was_killed_or_stands_still(
     assert rows_of(run) == list(range(1, UPDATES + 1))
     first_start, second_start = (start["iteration"] for start in lines_of(run / "starts.jsonl"))
     assert first_start == 0
-    assert second_start >= STANDS_AT // SAVE_EVERY * SAVE_EVERY  # from a checkpoint
+    assert second_start >= SAVED
 
 
 @pytest.mark.slow
