@@ -85,7 +85,8 @@ def drop_reducers() -> None:
     wait for the GIL: the process hangs for ever.
     """
     for wrapper in [one for one in gc.get_objects() if type(one) is DistributedDataParallel]:
-        del wrapper.reducer, wrapper.logger
+        vars(wrapper).pop("reducer", None)  # a second time there is none
+        vars(wrapper).pop("logger", None)
 
 
 def nothing() -> None:

@@ -59,14 +59,14 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
     Raises:
         ValueError: `run` is not a run folder.
     """
-    from ddp_loop.checkpoint import best_of, mebibytes, store_of
+    from ddp_loop.checkpoint import best_of, store_of
 
     entries = store_of(run).entries(verify=True)
     if not entries:
         return False, [f"{run} has no checkpoint. A resumed run starts from the beginning."]
     newest = next((entry for entry in entries if entry.problem is None), None)
     best = best_of(entries)
-    rows = [HEAD, *(_row(entry, mebibytes(entry.bytes), entry is newest, entry is best) for entry in entries)]
+    rows = [HEAD, *(_row(entry, entry is newest, entry is best) for entry in entries)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if newest is None:
@@ -74,14 +74,16 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
     return all(entry.problem is None for entry in entries), lines
 
 
-def _row(entry: CheckpointInfo, mib: str, is_newest: bool, is_best: bool) -> tuple[str, ...]:
+def _row(entry: CheckpointInfo, is_newest: bool, is_best: bool) -> tuple[str, ...]:
+    from ddp_loop.checkpoint import mebibytes
+
     state = "valid" if entry.problem is None else f"NOT VALID: {entry.problem}"
     state += ", best" if is_best else ""
     state += ", a resumed run starts from here" if is_newest else ""
     state = "".join(letter if letter.isprintable() else "?" for letter in state)  # file names may have any character
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_s)) if entry.written_s else "-"
     score = "-" if entry.score is None else f"{entry.score:.6g}"
-    return entry.path.name, mib, written, score, state
+    return entry.path.name, mebibytes(entry.bytes), written, score, state
 
 
 EQUAL = 0

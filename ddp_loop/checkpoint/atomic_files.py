@@ -186,6 +186,5 @@ def explained(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            remedy = remedy.replace("Make room there,", "Make room there by a higher limit on files (ulimit -f),")
-        raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}") from error
+        limit = " See ulimit -f." if error.errno == errno.EFBIG else ""
+        raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}{limit}") from error

@@ -30,7 +30,7 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_failed, write_error
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
@@ -151,8 +151,7 @@ class Checkpointer:
         self._began = time.monotonic()
         self._ended = False
         self._is_refused = True  # until it is restored; its status then stays as it was
-        self.newest = ""
-        self._kept: list[str] = []  # the same name, if there is one
+        self._kept: list[str] = []  # the newest durable checkpoint, if there is one
         self.advice = partial(_advice_of, self.folder, self._kept)  # keeps no state alive
         self._advice = ""  # on how to go on from there, on rank 0, unless the launcher says it
         self.asked = False
@@ -343,6 +342,11 @@ class Checkpointer:
                 "Call save of that one, or call it before the new Loop is created."
             )
 
+    @property
+    def newest(self) -> str:
+        """The name of the newest durable checkpoint; "" without one."""
+        return "".join(self._kept)
+
     def wait(self) -> None:
         """Wait until the current save has ended."""
         if self._thread is not None:
@@ -475,9 +479,8 @@ class Checkpointer:
 
     def _keep(self, name: str) -> None:
         """Note the newest durable checkpoint, also for the launcher, which names it if a rank fails."""
-        self.newest = name
+        self._kept[:] = [name]
         if self._run is not None:
-            self._kept[:] = [name]
             self._advice = "" if self._world.advise() else self.advice()
 
     def _read(self) -> tuple[tuple[str, Mapping[str, Any]], SerializedState] | None:
@@ -550,7 +553,7 @@ class Checkpointer:
             write_error(self.folder, rank, error)
         facts = {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
         if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
-            set_failed(self.folder, facts)
+            set_status(self.folder, "failed", facts)
         return facts
 
     def _unlock(self, run: RunFolder, status: str) -> None:

@@ -110,16 +110,10 @@ def _status_of(folder: Path) -> dict[str, Any]:
     return read_json(folder / STATUS) or {}
 
 
-def set_failed(folder: Path, facts: Mapping[str, object]) -> None:
-    """Change a run folder's status in place of its rank 0; an OSError is ignored.
-
-    If rank 0 has written a failure itself, it ended because of another rank, and its status stays.
-    """
-    before = _status_of(folder)
-    if before.get("status") == "failed":
-        return
+def set_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
+    """Change a run folder's status in place of its rank 0; an OSError is ignored."""
     with suppress(OSError):
-        now = {**before, "status": "failed", "at": time.time(), **facts}
+        now = {**_status_of(folder), "status": status, "at": time.time(), **facts}
         write_atomic(folder / STATUS, now, is_private=True)
 
 

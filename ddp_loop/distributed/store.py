@@ -117,6 +117,11 @@ class RankStore:
             what += f", at {lines[-1].filename}:{lines[-1].lineno}, while other ranks went on"
         self._set_failure(f"{self.names[self._rank]} failed{where}: {what}\n\n{text}", self._rank, where)
 
+    def pass_on(self, error: PeerFailed) -> None:
+        """Note the failure because of which this rank leaves: a peer that it did not reach would miss this rank."""
+        if error.rank is not None:
+            self._set_failure(str(error), error.rank, RankStatus(error.stage, error.step))
+
     def _set_failure(self, message: str, rank: int | None, where: RankStatus) -> None:
         word = json.dumps([message, rank, where.stage, where.step])
         with suppress(RuntimeError):  # the store is gone with the launcher; peers notice the closed connections

@@ -479,6 +479,7 @@ class World:
             self._watchdog.leaving(failed=error is not None)
         if isinstance(error, PeerFailed):
             report_to_launcher(shorten(error), self.where)
+            self.store.pass_on(error)
         elif error is not None:
             self.explain(error)
             shorten_refusal(error)

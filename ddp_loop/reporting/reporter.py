@@ -226,7 +226,7 @@ class Reporter:
         self._timings: RankTimings | None = None
         self._files: dict[str, JsonlWriter] = {}
         self._usage: UsageLog | None = None
-        self._draws = self._must_gather = False
+        self._must_gather = False
         # What is called when the world is left keeps nothing of the loop until then.
         console = self._console = ConsoleLog(world.print)
         world.on_leaving(lambda: console.close(world.ended_by))  # as the last one, with what others print
@@ -279,7 +279,6 @@ class Reporter:
         if checkpointer is not None:
             checkpointer.sum_files = lambda: {name: file.sum for name, file in files.items()}
         self.rows = RowDispatcher(rows, sinks, self.logged, self._terminal, self._began)
-        self._draws = progress
         return secrets.token_hex(4)
 
     @property
@@ -355,7 +354,8 @@ class Reporter:
             return
         checkpointer = self._checkpointer
         has_new = self._where.iteration > self._where.resumed_at
-        if checkpointer is not None and self._draws and has_new and checkpointer.has_folder:
+        draws = self._terminal is not None
+        if checkpointer is not None and draws and has_new and checkpointer.has_folder:
             self._drawn.append(checkpointer.folder)
         if self._world.ended_by is None:
             self._gather()
