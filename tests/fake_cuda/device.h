@@ -1,6 +1,6 @@
 // A CUDA device that is not there: what the parts of the extension share.
 #pragma once
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 #include <cstdint>
 #include <map>
