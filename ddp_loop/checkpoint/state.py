@@ -19,15 +19,12 @@ from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tre
 from ddp_loop.determinism import checksum_all, leaves, restore_streams, streams
 from ddp_loop.distributed import (
     ReplicaMismatch,
-    SharedBuffer,
     World,
-    each_buffer,
     each_module,
     ends_of_copies,
     find_modules,
     find_parameters,
     own_names,
-    version_of,
 )
 
 JOB = "job"
@@ -52,9 +49,10 @@ class Stateful(Protocol):
 class OutsideStateDict:
     """The state of a job's modules that no `state_dict` contains, but a run may have changed.
 
-    It is which parameters are frozen and, where they are not as the script made them, which layers of a model in
-    training mode are not (`layer.eval()`), and the buffers with `persistent=False`. An optimizer numbers its
-    parameters; their names, in its order, tell whether a resumed run numbers them alike.
+    It is which parameters are frozen and, where they are not as the script made them, the modes of layers
+    (`layer.eval()`), and the buffers with `persistent=False`. Sums of their bits show which buffers have changed: the
+    fold, `.data` and NumPy write without a new version. An optimizer numbers its parameters; their names, in its order,
+    tell whether a resumed run numbers them alike.
 
     Args:
         state: of the job.
@@ -63,25 +61,23 @@ class OutsideStateDict:
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
         self._modes: dict[str, bool] = {}
-        self._buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._began: dict[str, object] = {}
 
     def begin(self) -> None:
         """Take the modes and buffers as the script made them."""
-        self._modes = {name: layer.training for name, layer in self._layers_in_training().items()}
-        self._buffers = {
-            shared.names[0]: (weakref.ref(shared.tensor), version_of(shared.tensor))
-            for shared in self._buffers_outside()
-        }
+        self._modes = {name: layer.training for name, layer in self._layers().items()}
+        self._began = _bits_of(self._buffers())
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the frozen and of the optimizers' parameters; the modes and buffers that have changed."""
-        modes = {name: layer.training for name, layer in self._layers_in_training().items()}
-        changed = [shared for shared in self._buffers_outside() if self._is_changed(shared)]
+        modes = {name: layer.training for name, layer in self._layers().items()}
+        buffers = self._buffers()
+        bits = _bits_of(buffers)
         parameters = find_parameters(self._state)
         return {
             "frozen": [name for name, one in parameters.items() if not one.requires_grad],
             "modes": {name: mode for name, mode in modes.items() if mode != self._modes.get(name, True)},
-            "buffers": {shared.names[0]: shared.tensor for shared in changed},
+            "buffers": {name: one for name, one in buffers.items() if self._began.get(name) != bits[name]},
             "optimizers": self._numbered(parameters),
         }
 
@@ -104,18 +100,14 @@ class OutsideStateDict:
         for name, parameter in parameters.items():
             parameter.requires_grad_(name not in state["frozen"])
         modes = state.get("modes", {})
-        for name, layer in self._layers_in_training().items():
+        layers = self._layers()
+        for name, layer in layers.items():
             layer.training = modes.get(name, layer.training)
-        buffers = state.get("buffers", {})
-        for shared in self._buffers_outside():
-            if (place := shared.names[0]) in buffers:
-                restored = _filled(shared.tensor, buffers[place], {place}, place)
-                for owner, key in shared.places:
-                    owner._buffers[key] = restored
-
-    def _is_changed(self, shared: SharedBuffer) -> bool:
-        began, version = self._buffers.get(shared.names[0], (lambda: None, 0))
-        return began() is not shared.tensor or version != version_of(shared.tensor)
+        own = self._buffers()
+        for name, kept in state.get("buffers", {}).items():
+            if name in own:
+                owner, _, key = name.rpartition(".")
+                layers[owner]._buffers[key] = _filled(own[name], kept, {name}, name)
 
     def _numbered(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """For each optimizer, the names of its parameters in its order."""
@@ -126,15 +118,24 @@ class OutsideStateDict:
             if isinstance(part, Optimizer)
         }
 
-    def _layers_in_training(self) -> dict[str, nn.Module]:
-        """The modules of each model in training mode, by name."""
-        return each_module({name: model for name, model in find_modules(self._state).items() if model.training})
+    def _layers(self) -> dict[str, nn.Module]:
+        return each_module(find_modules(self._state))
 
-    def _buffers_outside(self) -> Iterator[SharedBuffer]:
-        """The buffers with `persistent=False`."""
-        for shared in each_buffer(find_modules(self._state)):
-            if all(key in owner._non_persistent_buffers_set for owner, key in shared.places):
-                yield shared
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        """The buffers with `persistent=False`, by name; None is one too, as `register_buffer` takes it."""
+        return {
+            f"{name}.{key}": one
+            for name, layer in self._layers().items()
+            for key, one in layer._buffers.items()
+            if key in layer._non_persistent_buffers_set
+        }
+
+
+def _bits_of(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
+    """What tells, by name, whether a buffer has the same bits; a quantized one cannot be kept anyway."""
+    found = {name: one for name, one in buffers.items() if one is not None and not one.is_quantized}
+    sums = zip(found.items(), checksum_all([*found.values()]).tolist(), strict=True)
+    return dict.fromkeys(buffers) | {name: (one.dtype, one.shape, number) for (name, one), number in sums}
 
 
 class JobState:
