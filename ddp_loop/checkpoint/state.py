@@ -30,7 +30,7 @@ from ddp_loop.distributed import (
 JOB = "job"
 _GENERATORS = "generators"
 _PARTS = "parts"
-_SAME = "same objects"  # in dicts: by name, the places whose object was never replaced by another
+_SAME = "same objects"  # by name of a part, the places in it whose object was never replaced by another
 _MOST_SETTINGS = 200
 _LETTERS = 80
 Facts = TypeVar("Facts")
@@ -168,9 +168,7 @@ class JobState:
         """Take the script's state, before a checkpoint is restored, as unchanged by the run."""
         self._outside.begin()
         self._began = {
-            name: {path: weakref.ref(one) for path, one in _objects("", value)}
-            for name, value in self._state.items()
-            if isinstance(value, MutableMapping) and not hasattr(value, "state_dict")
+            name: {path: weakref.ref(one) for path, one in objects_in(value)} for name, value in self._state.items()
         }
 
     def check_restorable(self) -> None:
@@ -205,7 +203,7 @@ class JobState:
         job = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self._state.items()}
         parts = {name: one.state_dict() for name, one in self._parts.items()}
         same = {
-            name: [path for path, one in _objects("", self._state[name]) if path in began and began[path]() is one]
+            name: [path for path, one in objects_in(self._state[name]) if path in began and began[path]() is one]
             for name, began in self._began.items()
         }
         return to_tree({JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts, _SAME: same})
@@ -303,7 +301,7 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any], same: Mapping[
 
     Args:
         state, kept: by name.
-        same: for the dicts of `state`, which places had one object from the Loop on; it is filled in place.
+        same: which places of `objects_in` had one object from the Loop on; it is filled in place.
 
     Raises:
         ValueError: names differ, or a value does not fit its object.
@@ -327,8 +325,11 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
     """Restore one live object, to the bit; `same` as for `restore`."""
     if isinstance(value, Optimizer):
         needed = set(value.defaults)
+        groups = [*value.param_groups]
         value.load_state_dict(kept)
-        for number, group in enumerate(value.param_groups):
+        for number, group in enumerate(groups):
+            _fill(group, {**value.param_groups[number]}, same, f"/{number}")
+            value.param_groups[number] = group  # torch makes new ones, and the script may refer to these
             if missing := sorted(needed - group.keys()):
                 raise ValueError(f"group {number} of this {type(value).__name__} needs {missing}")
         _keep_bits(value, kept)
@@ -380,6 +381,15 @@ def _can_take(own: torch.Tensor, kept: torch.Tensor) -> bool:
         return False
     has_same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
     return has_same_form and own.untyped_storage().resizable()
+
+
+def objects_in(part: object) -> Iterator[tuple[str, Any]]:
+    """What a resume can fill in place in a part of the state, a dict or an optimizer's settings, with its places."""
+    if isinstance(part, Optimizer):
+        part = [{name: one for name, one in group.items() if name != "params"} for group in part.param_groups]
+    elif hasattr(part, "state_dict"):
+        return
+    yield from _objects("", part)
 
 
 def _objects(path: str, value: object) -> Iterator[tuple[str, Any]]:
