@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
+from ddp_loop.checkpoint.serialization import SerializedState, from_tree, is_dense, to_tree
 from ddp_loop.determinism import checksum_all, leaves, restore_streams, streams
 from ddp_loop.distributed import (
     ReplicaMismatch,
@@ -379,7 +379,8 @@ def _can_take(own: torch.Tensor, kept: torch.Tensor) -> bool:
     """Whether a tensor can be given the bits of another one in its own memory, which is torch's: no mapped file."""
     if any(one.layout is not torch.strided or one.is_nested or one.is_inference() for one in (own, kept)):
         return False
-    has_same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
+    is_slice = not (is_dense(own) or 0 in own.stride())  # stored as its values; an expanded one cannot take any
+    has_same_form = (own.shape, own.dtype) == (kept.shape, kept.dtype) and (is_slice or own.stride() == kept.stride())
     return has_same_form and own.untyped_storage().resizable()
 
 
