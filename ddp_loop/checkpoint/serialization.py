@@ -45,7 +45,7 @@ DTYPES = {_word(one): one for one in vars(torch).values() if isinstance(one, tor
 REMEDY = "Give the object a state_dict of plain values (numbers, strings, lists, dicts, tensors), or leave it out"
 _TOO_DEEP = f"has more than {LEVELS} levels"
 _NUMBERS = "biufc"  # kinds of NumPy's dtypes
-_is_dense = torch.ops.aten.is_non_overlapping_and_dense
+is_dense = torch.ops.aten.is_non_overlapping_and_dense
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,7 @@ class _Serializer:
         return {"tensor": self._known[form]}
 
     def _stored(self, tensor: torch.Tensor) -> list[Any]:
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             tensor = tensor.contiguous()
         stored = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
         if tensor.dtype not in NATIVE:
@@ -287,7 +287,7 @@ class _Deserializer:
             if dtype not in NATIVE:
                 stored = stored.view(dtype)
             made = stored.as_strided(shape, strides)
-            if made.dtype != dtype or made.numel() != stored.numel() or not _is_dense(made):
+            if made.dtype != dtype or made.numel() != stored.numel() or not is_dense(made):
                 form = f"{word} of shape {shape} and strides {strides}"
                 raise ValueError(f"has {name[:NAME_LETTERS]} as {form} instead of {stored.numel()} {stored.dtype}")
             self._made[key] = made

@@ -15,25 +15,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
+from ddp_loop.checkpoint.serialization import SerializedState, from_tree, is_dense, to_tree
 from ddp_loop.determinism import checksum_all, leaves, restore_streams, streams
 from ddp_loop.distributed import (
     ReplicaMismatch,
-    SharedBuffer,
     World,
-    each_buffer,
     each_module,
     ends_of_copies,
     find_modules,
     find_parameters,
     own_names,
-    version_of,
 )
 
 JOB = "job"
 _GENERATORS = "generators"
 _PARTS = "parts"
-_SAME = "same objects"  # in dicts: by name, the places whose object was never replaced by another
+_SAME = "same objects"  # by name of a part, the places in it whose object was never replaced by another
 _MOST_SETTINGS = 200
 _LETTERS = 80
 Facts = TypeVar("Facts")
@@ -52,9 +49,10 @@ class Stateful(Protocol):
 class OutsideStateDict:
     """The state of a job's modules that no `state_dict` contains, but a run may have changed.
 
-    It is which parameters are frozen and, where they are not as the script made them, which layers of a model in
-    training mode are not (`layer.eval()`), and the buffers with `persistent=False`. An optimizer numbers its
-    parameters; their names, in its order, tell whether a resumed run numbers them alike.
+    It is which parameters are frozen and, where they are not as the script made them, the modes of layers
+    (`layer.eval()`), and the buffers with `persistent=False`. Sums of their bits show which buffers have changed: the
+    fold, `.data` and NumPy write without a new version. An optimizer numbers its parameters; their names, in its order,
+    tell whether a resumed run numbers them alike.
 
     Args:
         state: of the job.
@@ -63,25 +61,23 @@ class OutsideStateDict:
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
         self._modes: dict[str, bool] = {}
-        self._buffers: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._began: dict[str, object] = {}
 
     def begin(self) -> None:
         """Take the modes and buffers as the script made them."""
-        self._modes = {name: layer.training for name, layer in self._layers_in_training().items()}
-        self._buffers = {
-            shared.names[0]: (weakref.ref(shared.tensor), version_of(shared.tensor))
-            for shared in self._buffers_outside()
-        }
+        self._modes = {name: layer.training for name, layer in self._layers().items()}
+        self._began = _bits_of(self._buffers())
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the frozen and of the optimizers' parameters; the modes and buffers that have changed."""
-        modes = {name: layer.training for name, layer in self._layers_in_training().items()}
-        changed = [shared for shared in self._buffers_outside() if self._is_changed(shared)]
+        modes = {name: layer.training for name, layer in self._layers().items()}
+        buffers = self._buffers()
+        bits = _bits_of(buffers)
         parameters = find_parameters(self._state)
         return {
             "frozen": [name for name, one in parameters.items() if not one.requires_grad],
             "modes": {name: mode for name, mode in modes.items() if mode != self._modes.get(name, True)},
-            "buffers": {shared.names[0]: shared.tensor for shared in changed},
+            "buffers": {name: one for name, one in buffers.items() if self._began.get(name) != bits[name]},
             "optimizers": self._numbered(parameters),
         }
 
@@ -104,18 +100,14 @@ class OutsideStateDict:
         for name, parameter in parameters.items():
             parameter.requires_grad_(name not in state["frozen"])
         modes = state.get("modes", {})
-        for name, layer in self._layers_in_training().items():
+        layers = self._layers()
+        for name, layer in layers.items():
             layer.training = modes.get(name, layer.training)
-        buffers = state.get("buffers", {})
-        for shared in self._buffers_outside():
-            if (place := shared.names[0]) in buffers:
-                restored = _filled(shared.tensor, buffers[place], {place}, place)
-                for owner, key in shared.places:
-                    owner._buffers[key] = restored
-
-    def _is_changed(self, shared: SharedBuffer) -> bool:
-        began, version = self._buffers.get(shared.names[0], (lambda: None, 0))
-        return began() is not shared.tensor or version != version_of(shared.tensor)
+        own = self._buffers()
+        for name, kept in state.get("buffers", {}).items():
+            if name in own:
+                owner, _, key = name.rpartition(".")
+                layers[owner]._buffers[key] = _filled(own[name], kept, {name}, name)
 
     def _numbered(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """For each optimizer, the names of its parameters in its order."""
@@ -126,15 +118,24 @@ class OutsideStateDict:
             if isinstance(part, Optimizer)
         }
 
-    def _layers_in_training(self) -> dict[str, nn.Module]:
-        """The modules of each model in training mode, by name."""
-        return each_module({name: model for name, model in find_modules(self._state).items() if model.training})
+    def _layers(self) -> dict[str, nn.Module]:
+        return each_module(find_modules(self._state))
 
-    def _buffers_outside(self) -> Iterator[SharedBuffer]:
-        """The buffers with `persistent=False`."""
-        for shared in each_buffer(find_modules(self._state)):
-            if all(key in owner._non_persistent_buffers_set for owner, key in shared.places):
-                yield shared
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        """The buffers with `persistent=False`, by name; None is one too, as `register_buffer` takes it."""
+        return {
+            f"{name}.{key}": one
+            for name, layer in self._layers().items()
+            for key, one in layer._buffers.items()
+            if key in layer._non_persistent_buffers_set
+        }
+
+
+def _bits_of(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
+    """What tells, by name, whether a buffer has the same bits; a quantized one cannot be kept anyway."""
+    found = {name: one for name, one in buffers.items() if one is not None and not one.is_quantized}
+    sums = zip(found.items(), checksum_all([*found.values()]).tolist(), strict=True)
+    return dict.fromkeys(buffers) | {name: (one.dtype, one.shape, number) for (name, one), number in sums}
 
 
 class JobState:
@@ -167,9 +168,7 @@ class JobState:
         """Take the script's state, before a checkpoint is restored, as unchanged by the run."""
         self._outside.begin()
         self._began = {
-            name: {path: weakref.ref(one) for path, one in _objects("", value)}
-            for name, value in self._state.items()
-            if isinstance(value, MutableMapping) and not hasattr(value, "state_dict")
+            name: {path: weakref.ref(one) for path, one in objects_in(value)} for name, value in self._state.items()
         }
 
     def check_restorable(self) -> None:
@@ -204,7 +203,7 @@ class JobState:
         job = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self._state.items()}
         parts = {name: one.state_dict() for name, one in self._parts.items()}
         same = {
-            name: [path for path, one in _objects("", self._state[name]) if path in began and began[path]() is one]
+            name: [path for path, one in objects_in(self._state[name]) if path in began and began[path]() is one]
             for name, began in self._began.items()
         }
         return to_tree({JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts, _SAME: same})
@@ -302,7 +301,7 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any], same: Mapping[
 
     Args:
         state, kept: by name.
-        same: for the dicts of `state`, which places had one object from the Loop on; it is filled in place.
+        same: which places of `objects_in` had one object from the Loop on; it is filled in place.
 
     Raises:
         ValueError: names differ, or a value does not fit its object.
@@ -326,8 +325,11 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
     """Restore one live object, to the bit; `same` as for `restore`."""
     if isinstance(value, Optimizer):
         needed = set(value.defaults)
+        groups = [*value.param_groups]
         value.load_state_dict(kept)
-        for number, group in enumerate(value.param_groups):
+        for number, group in enumerate(groups):
+            _fill(group, {**value.param_groups[number]}, same, f"/{number}")
+            value.param_groups[number] = group  # torch makes new ones, and the script may refer to these
             if missing := sorted(needed - group.keys()):
                 raise ValueError(f"group {number} of this {type(value).__name__} needs {missing}")
         _keep_bits(value, kept)
@@ -377,8 +379,18 @@ def _can_take(own: torch.Tensor, kept: torch.Tensor) -> bool:
     """Whether a tensor can be given the bits of another one in its own memory, which is torch's: no mapped file."""
     if any(one.layout is not torch.strided or one.is_nested or one.is_inference() for one in (own, kept)):
         return False
-    has_same_form = (own.shape, own.dtype, own.stride()) == (kept.shape, kept.dtype, kept.stride())
+    is_slice = not (is_dense(own) or 0 in own.stride())  # stored as its values; an expanded one cannot take any
+    has_same_form = (own.shape, own.dtype) == (kept.shape, kept.dtype) and (is_slice or own.stride() == kept.stride())
     return has_same_form and own.untyped_storage().resizable()
+
+
+def objects_in(part: object) -> Iterator[tuple[str, Any]]:
+    """What a resume can fill in place in a part of the state, a dict or an optimizer's settings, with its places."""
+    if isinstance(part, Optimizer):
+        part = [{name: one for name, one in group.items() if name != "params"} for group in part.param_groups]
+    elif hasattr(part, "state_dict"):
+        return
+    yield from _objects("", part)
 
 
 def _objects(path: str, value: object) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ddp_loop.checkpoint.atomic_files import explained, replacing, sync_folder, write_new
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
-from ddp_loop.checkpoint.state import JOB, read_on_rank_zero, restore_part
+from ddp_loop.checkpoint.state import JOB, objects_in, read_on_rank_zero, restore_part
 from ddp_loop.checkpoint.storage import (
     CHECKPOINTS,
     NAME,
@@ -337,7 +337,7 @@ def _restore(takers: Mapping[str, object], kept: Mapping[str, Any], origin: str)
             raise ValueError(f"state[{name!r}] does not fit {origin}: {what}{more}. {_REMEDY}")
         fitting.append((taker, fitted))
     for taker, fitted in fitting:
-        restore_part(taker, fitted)
+        restore_part(taker, fitted, dict(objects_in(taker)))
 
 
 def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:

@@ -22,7 +22,6 @@ from ddp_loop.distributed.replica_check import (
     require_one_model,
 )
 from ddp_loop.distributed.replicas import (
-    SharedBuffer,
     check_layout,
     check_structure,
     each_buffer,
@@ -50,7 +49,6 @@ __all__ = [
     "RankStore",
     "ReplicaCheck",
     "ReplicaMismatch",
-    "SharedBuffer",
     "Stopped",
     "SumNode",
     "Work",

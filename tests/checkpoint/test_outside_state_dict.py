@@ -88,6 +88,61 @@ def test_a_buffer_that_the_run_did_not_change_is_as_the_resumed_script_makes_it(
     assert [0.5] * 4 in resumed
 
 
+class Kept(nn.BatchNorm1d):
+    """Its statistics, a scale and a cache that the first step makes are in no `state_dict`."""
+
+    scale: torch.Tensor
+    cache: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("cache", None, persistent=False)
+        self._non_persistent_buffers_set |= self._buffers.keys()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * self.scale
+
+
+def ends_of_a_frozen_model(folder: str, stop_at: int) -> tuple[list[bool], list[list[float]]]:
+    """Train a model that is in evaluation mode after step 3; returns its modes and all its values."""
+    torch.manual_seed(0)
+    kept = Kept()
+    model = nn.Sequential(kept, nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    with suppress(dl.Stopped), dl.join_world(seed=3) as world:
+        model.to(world.device)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        batches = dl.Batches(ROWS, 4, world, shards=2)
+        loop = dl.Loop(batches, steps=STEPS, state={"model": model, "sgd": sgd}, run_dir=folder, progress=False)
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            sgd.step()
+            kept.scale.data.mul_(0.9)
+            kept.cache = torch.ones(2) if kept.cache is None else kept.cache * 2
+            if step.iteration == FROZEN_AT:
+                model.eval()
+            if step.iteration == stop_at:
+                loop.stop()
+    values = [one.detach().flatten().tolist() for one in [*model.parameters(), *model.buffers()]]
+    return [layer.training for layer in model.modules()], values
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.on_gpus_too
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_folded_statistics_data_caches_and_a_whole_model_in_evaluation_mode_are_the_whole_runs(
+    ranks: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    whole = on_ranks(ranks, ends_of_a_frozen_model, str(tmp_path / "whole"), 0)[0]
+    assert whole[0] == [False] * 4
+    for stop_at in (1, 4):
+        folder = str(tmp_path / f"stopped {stop_at}")
+        on_ranks(ranks, ends_of_a_frozen_model, folder, stop_at)
+        assert on_ranks(ranks, ends_of_a_frozen_model, folder, 0) == [whole] * ranks
+
+
 def counts_by_epoch(folder: str, stop_at: int) -> tuple[dict[str, Any], list[str]]:
     """Train with a scheduler after each epoch; returns counts in nested defaultdicts, and torch's warnings."""
     seen: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

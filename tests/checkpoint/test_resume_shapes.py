@@ -73,6 +73,39 @@ def test_a_list_that_the_script_holds_goes_on(tmp_path: Path) -> None:
     assert notes["log"] == list(range(1, STEPS * EPOCHS + 1))
 
 
+def rates_of(folder: Path | str, stop_at: int | None = None, **options: Any) -> list[float]:
+    """The rates after a run whose script holds a group of its optimizer, and a tensor of two others."""
+    with dl.join_world(seed=1) as world:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1)).to(world.device)
+        rate = torch.tensor(0.1)
+        groups = [{"params": one.parameters(), "lr": lr} for one, lr in zip(model, (0.1, rate, rate), strict=True)]
+        optimizer = torch.optim.SGD(groups, foreach=False)
+        first = optimizer.param_groups[0]
+        batches = dl.Batches(torch.ones(STEPS * 8, 3), 8, world, shards=4)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(batches, 1, state=state, run_dir=folder, progress=False, **options)
+
+        def halve(iteration: int) -> None:
+            first["lr"] /= 2
+            rate.div_(2)
+            if iteration == 3:  # from here on the first group has a tensor, and the last one of its own
+                first["lr"] = torch.tensor(first["lr"])
+                optimizer.param_groups[2]["lr"] = rate.clone()
+
+        go_by_epochs(loop, model, optimizer, stop_at, after_step=halve)
+        return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.covers("E5")
+def test_groups_and_rates_of_an_optimizer_that_the_script_holds_go_on(on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = rates_of(tmp_path / "whole")
+    assert whole == pytest.approx([0.1 / 16, 0.1 / 16, 0.1 / 8])
+    for at in (1, 3):
+        rates_of(tmp_path / str(at), at)
+        assert on_ranks(2, rates_of, tmp_path / str(at)) == [whole] * 2
+    assert rates_of(tmp_path / "warm", resume_from=tmp_path / "whole") == whole
+
+
 @pytest.mark.covers("E5")
 @pytest.mark.slow
 def test_skipped_steps_and_the_epochs_mean_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

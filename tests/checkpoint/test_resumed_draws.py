@@ -78,11 +78,19 @@ class Notes:
         self.losses = np.zeros(EPOCHS * STEPS)
         self.large: set[int] = set()
         self.scale = torch.ones(1, dtype=torch.float64, requires_grad=True)  # trained without a module
-        self.kept = {"average": self.average, "losses": self.losses, "large": self.large, "scale": self.scale}
+        self.table = torch.zeros(2, 3)
+        self.kept: dict[str, Any] = {
+            "average": self.average,
+            "losses": self.losses,
+            "large": self.large,
+            "scale": self.scale,
+        }
+        self.kept |= {"table": self.table, "column": self.table[:, 0]}
 
     def take(self, iteration: int, loss: torch.Tensor) -> None:
         self.average.mul_(0.9).add_(loss.cpu(), alpha=0.1)
         self.losses[iteration - 1] = float(loss)
+        self.table += iteration
         if iteration % 2:
             self.large.add(iteration)
 
@@ -109,7 +117,12 @@ def take_notes(folder: str, stop_at: int = 0) -> list[Any]:
             if step.iteration == stop_at:
                 loop.stop()
     found = [float(notes.average), notes.losses.tolist(), sorted(notes.large), float(notes.scale.detach())]
-    return [*found, model.weight.flatten().tolist(), best["weights"]["weight"].flatten().tolist()]
+    return [
+        *found,
+        model.weight.flatten().tolist(),
+        best["weights"]["weight"].flatten().tolist(),
+        notes.kept["column"].tolist(),
+    ]
 
 
 @pytest.mark.covers("E5")
