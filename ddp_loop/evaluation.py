@@ -31,17 +31,27 @@ Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
 @contextmanager
+def in_mode(model: nn.Module, mode: bool) -> Iterator[None]:
+    """Training or evaluation mode; every module returns to its own, also after an exception.
+
+    It returns by its own `train()`, which may do more, such as take a LoRA out of the weights that eval() merged it in.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(mode)
+        yield
+    finally:
+        for module, before in modes:  # a module before those inside it
+            module.train(before)
+            module.training = before
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module returns to its mode, also after an exception."""
     refuse_wrapped({"model": model}, training=False)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with in_mode(model, False), torch.no_grad():
+        yield
 
 
 def _split(data: Any) -> tuple[Any, tuple[Any, ...]]:
