@@ -26,6 +26,7 @@ from ddp_loop.training import Sum, check_batches, check_mean, refuse_wrapped
 Forward = Callable[[nn.Module, Any], Any]
 Named = Mapping[str, Any] | None
 _SUM = "a dl.Sum"
+_FORWARD = "If the model returns anything else, pass forward=lambda model, data: ... that returns such a tensor."
 _OF_ENTROPY = ("reduction", "ignore_index", "weight", "label_smoothing")
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
@@ -398,7 +399,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             output = (forward or forward_first)(model, data)
             if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.samples,):
                 what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-                raise ValueError(f"Predictions must have a row per sample, ({shard.samples}, ...). Got {what}.")
+                raise ValueError(f"Predictions need a row per sample, ({shard.samples}, ...). Got {what}. {_FORWARD}")
             form = (tuple(output.shape[1:]), output.dtype)
             if form not in forms:
                 forms.append(form)
@@ -466,7 +467,7 @@ def confusion_matrix(
                 what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
                 raise ValueError(
                     f"The output must have one value per sample and class, shape ({shard.samples}, {classes}). Got "
-                    f"{what}. Pass classes= the number of outputs."
+                    f"{what}. Pass classes= the number of outputs. {_FORWARD}"
                 )
             labels = labels.to(world.device, torch.int64)
             places = labels * classes + output.argmax(1).to(world.device)
