@@ -17,6 +17,10 @@ from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.evaluation import Forward, forward_first, in_mode, world_of
 from ddp_loop.training import Buffers, check_synced, find_buffers, refuse_wrapped
 
+_SINGLE = (
+    "Layers normalise by the shard, by default one per rank, and a shard of this mini-batch has a single sample. "
+    "Change batch_size, or pass Batches shards=1 or drop_last=True."
+)
 _AGAIN = 2**32  # stands for the number of a pass; no loop makes so many
 
 
@@ -115,6 +119,10 @@ def _forward_shards(
         try:
             with others.untouched():
                 forward(model, data)
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                error.add_note(_SINGLE)
+            raise
         finally:
             statistics.stop()
         return captures
