@@ -26,22 +26,33 @@ from ddp_loop.training import Sum, check_batches, check_mean, refuse_wrapped
 Forward = Callable[[nn.Module, Any], Any]
 Named = Mapping[str, Any] | None
 _SUM = "a dl.Sum"
+_FORWARD = "If the model returns anything else, pass forward=lambda model, data: ... that returns such a tensor."
 _OF_ENTROPY = ("reduction", "ignore_index", "weight", "label_smoothing")
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
+
+
+@contextmanager
+def in_mode(model: nn.Module, mode: bool) -> Iterator[None]:
+    """Training or evaluation mode; every module returns to its own, also after an exception.
+
+    It returns by its own `train()`, which may do more, such as take a LoRA out of the weights that eval() merged it in.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(mode)
+        yield
+    finally:
+        for module, before in modes:  # a module before those inside it
+            module.train(before)
+            module.training = before
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module returns to its mode, also after an exception."""
     refuse_wrapped({"model": model}, training=False)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with in_mode(model, False), torch.no_grad():
+        yield
 
 
 def _split(data: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -388,7 +399,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             output = (forward or forward_first)(model, data)
             if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.samples,):
                 what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-                raise ValueError(f"Predictions must have a row per sample, ({shard.samples}, ...). Got {what}.")
+                raise ValueError(f"Predictions need a row per sample, ({shard.samples}, ...). Got {what}. {_FORWARD}")
             form = (tuple(output.shape[1:]), output.dtype)
             if form not in forms:
                 forms.append(form)
@@ -456,7 +467,7 @@ def confusion_matrix(
                 what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
                 raise ValueError(
                     f"The output must have one value per sample and class, shape ({shard.samples}, {classes}). Got "
-                    f"{what}. Pass classes= the number of outputs."
+                    f"{what}. Pass classes= the number of outputs. {_FORWARD}"
                 )
             labels = labels.to(world.device, torch.int64)
             places = labels * classes + output.argmax(1).to(world.device)

@@ -14,9 +14,13 @@ from ddp_loop.batch_norm import BatchNormStatistics, Captures, SyncChannel, batc
 from ddp_loop.data import Batches, LoadedBatch, MiniBatch
 from ddp_loop.determinism import preserved_streams, seed_shard
 from ddp_loop.distributed import IDENTITY, World, each_module
-from ddp_loop.evaluation import Forward, forward_first, world_of
+from ddp_loop.evaluation import Forward, forward_first, in_mode, world_of
 from ddp_loop.training import Buffers, check_synced, find_buffers, refuse_wrapped
 
+_SINGLE = (
+    "Layers normalise by the shard, by default one per rank, and a shard of this mini-batch has a single sample. "
+    "Change batch_size, or pass Batches shards=1 or drop_last=True."
+)
 _AGAIN = 2**32  # stands for the number of a pass; no loop makes so many
 
 
@@ -84,19 +88,16 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 @contextmanager
 def _anew(model: nn.Module) -> Iterator[None]:
     """Training mode with statistics reset and averaged plainly. Restores modes and momenta at the end."""
-    modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in _norms(model)]
-    try:
-        model.train()
-        for layer, _ in momenta:
-            layer.reset_running_stats()
-            layer.momentum = None
-        yield
-    finally:
-        for layer, momentum in momenta:
-            layer.momentum = momentum
-        for module, mode in modes:
-            module.training = mode
+    with in_mode(model, True):
+        try:
+            for layer, _ in momenta:
+                layer.reset_running_stats()
+                layer.momentum = None
+            yield
+        finally:
+            for layer, momentum in momenta:
+                layer.momentum = momentum
 
 
 def _forward_shards(
@@ -118,6 +119,10 @@ def _forward_shards(
         try:
             with others.untouched():
                 forward(model, data)
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                error.add_note(_SINGLE)
+            raise
         finally:
             statistics.stop()
         return captures

@@ -52,6 +52,11 @@ def test_the_counts_are_those_of_one_process(
     assert on_ranks(ranks, counted, size, batch_size, shards, dtype) == [expected] * ranks
 
 
+class Named(nn.Sequential):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return {"logits": super().forward(inputs)}  # type: ignore[no-untyped-call]
+
+
 def count(world: dl.World, folder: str, case: str) -> None:
     inputs, labels = images(SIZE)
     data: Any = (inputs, labels)
@@ -70,6 +75,8 @@ def count(world: dl.World, folder: str, case: str) -> None:
             data = inputs
         case "no classes":
             classes = 0
+        case "a dict":
+            model = Named(model)
         case "more classes":
             classes = 4
         case "different classes":
@@ -88,6 +95,7 @@ def count(world: dl.World, folder: str, case: str) -> None:
         ("a column", r"Got torch.int64 of shape \(50, 1\)"),
         ("alone", "Got Tensor without a second part"),
         ("no classes", "classes must be a whole number, 1 or more. Got 0"),
+        ("a dict", r"Got dict. Pass classes= .* If the model returns anything else, pass forward="),
         ("more classes", r"one value per sample and class, shape \(50, 4\). Got shape \(50, 3\)"),
         ("different classes", "classes must be the same on every rank. Rank 0 has 3, rank 1 has 4"),
     ],

@@ -554,3 +554,46 @@ def test_in_autocast_the_weights_are_the_current_ones(call: str, on_ranks: OnRan
     (found, moved), (expected, buffers) = (on_ranks(2, after_an_update, call, looks)[0] for looks in (True, False))
     assert all(map(torch.equal, moved, buffers))
     assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+
+
+class Merging(nn.Linear):
+    """A layer whose eval() merges a second weight into its own, and whose train() takes it out, as loralib's LoRA."""
+
+    merged = False
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False, dtype=torch.float64)
+        self.added = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+        nn.init.constant_(self.weight, 0.5)
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.merged == mode:
+            self.weight.data += self.added.detach() * (-1 if mode else 1)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = super().forward(inputs)
+        return output if self.merged else output + inputs * self.added
+
+
+def merged_after(call: str) -> tuple[bool, bool, list[float]]:
+    """Whether a frozen layer and another are merged after a call between two steps, and the losses of the steps."""
+    with dl.join_world(seed=0) as world:
+        model = nn.Sequential(Merging(), Merging().eval())
+        batches = dl.Batches(torch.ones(4, 1, dtype=torch.float64), 4, world)
+        losses = []
+        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+            for inputs in step:
+                step.backward(model(inputs).mean())
+            losses.append(float(step.fold().loss))
+            with torch.no_grad():
+                model[0].added -= 1  # type: ignore[operator, assignment]
+            dl.update_bn(model, batches) if call == "update_bn" else dl.predict(model, batches)
+        return bool(model[0].merged), bool(model[1].merged), losses
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("call", ["predict", "update_bn"])
+def test_a_module_goes_back_to_its_mode_by_its_own_train(call: str, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, merged_after, call) == [(False, True, [2.25, 0.75])] * 2

@@ -106,7 +106,7 @@ def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
     [
         (torch.zeros(2, 3), r"\(5, ...\). Got \(2, 3\)"),
         (torch.zeros(()), r"Got \(\)"),
-        ([1, 2, 3, 4, 5], "Got list"),
+        ([1, 2, 3, 4, 5], "Got list. If the model returns anything else, pass forward="),
     ],
 )
 def test_an_output_without_a_row_per_sample_is_refused(output: Any, words: str) -> None:

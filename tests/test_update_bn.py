@@ -143,6 +143,17 @@ def test_what_cannot_be_right_is_refused(kind: str, said: str, refused: Refused)
     refused(2, update_wrongly, kind, kind="ValueError", said=said, by=ALL)
 
 
+def over_a_single_sample(world: dl.World, folder: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    dl.update_bn(model, dl.Batches(torch.rand(3, 2), 3, world, shards=1))
+    dl.update_bn(model, dl.Batches(torch.rand(3, 2), 3, world))
+
+
+def test_a_shard_of_one_sample_is_refused_with_the_remedy(refused: Refused) -> None:
+    errors = refused(2, over_a_single_sample, kind="ValueError", said="more than 1 value per channel", by=1)
+    assert "has a single sample. Change batch_size, or pass Batches shards=1" in errors[1].text
+
+
 def fail_in_forward(world: dl.World, folder: str) -> None:
     def forward(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
         if world.rank == 1:

@@ -48,15 +48,26 @@ def map_tensors(change: Callable[[Any], Any], data: Any, kind: type = torch.Tens
     """Apply `change` to every tensor in nested tuples (named ones too), lists and dicts.
 
     An object with a method `to`, such as a `PackedSequence`, counts as one tensor, and so does one of another `kind`.
+    Classes of dicts stay as they are.
     """
-    if hasattr(data, "to") or isinstance(data, kind):
+    if callable(getattr(type(data), "to", None)) or isinstance(data, kind):
         return change(data)
     if isinstance(data, Mapping):
-        return {key: map_tensors(change, value, kind) for key, value in data.items()}
+        return _with_values(data, {key: map_tensors(change, value, kind) for key, value in data.items()})
     if isinstance(data, tuple | list):
         parts = [map_tensors(change, value, kind) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     return data
+
+
+def _with_values(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """The mapping with other values for its keys, in its own class, and with its attributes, if that is a dict."""
+    if type(data) is dict or not isinstance(data, dict | UserDict):
+        return values
+    changed = copy.copy(data)
+    for key, value in values.items():
+        changed[key] = value
+    return changed
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
@@ -96,7 +107,7 @@ def at_places(change: Callable[[Any, torch.device], Any], data: Any, places: Pla
     if isinstance(places, torch.device):
         return change(data, places)
     if isinstance(places, dict) and isinstance(data, Mapping) and places.keys() == data.keys():
-        return {key: at_places(change, value, places[key]) for key, value in data.items()}
+        return _with_values(data, {key: at_places(change, value, places[key]) for key, value in data.items()})
     if isinstance(places, tuple) and isinstance(data, tuple | list) and len(places) == len(data):
         parts = [at_places(change, value, place) for value, place in zip(data, places, strict=True)]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
@@ -131,7 +142,13 @@ def to_devices(data: Any, places: Places) -> Any:
 
 
 def _all_on(data: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
+    def moved(one: Any) -> Any:
+        try:
+            return one.to(device, non_blocking=True)
+        except TypeError:  # a user's class may take the device alone
+            return one.to(device)
+
+    return map_tensors(moved, data)
 
 
 def pinned(tensor: torch.Tensor, gpu: Accelerator | None) -> torch.Tensor:
@@ -182,15 +199,12 @@ def without_rows(data: Any) -> Any:
     if _has_rows(data):
         return data[:0] if data.ndim else data
     if isinstance(data, Mapping):
-        emptied: Any = copy.copy(data) if isinstance(data, dict | UserDict) else dict(data)
-        for key, value in data.items():
-            emptied[key] = without_rows(value)
-        return emptied
+        return _with_values(data, {key: without_rows(value) for key, value in data.items()})
     if isinstance(data, tuple | list) and not isinstance(data, PackedSequence):
         parts = [] if _has_one_per_sample(data) else [without_rows(value) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        emptied = copy.copy(data)  # dataclasses.replace would call __post_init__, which may refuse no rows
+        emptied: Any = copy.copy(data)  # dataclasses.replace would call __post_init__, which may refuse no rows
         names = {field.name for field in dataclasses.fields(data) if hasattr(data, field.name)}
         for name in names | set(getattr(data, "__dict__", ())):  # a cached_property has rows too
             object.__setattr__(emptied, name, without_rows(getattr(data, name)))

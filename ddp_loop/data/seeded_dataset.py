@@ -94,12 +94,17 @@ class SeededDataset:
 
 def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     """A shard's data from its samples; an error gets a note with the remedy."""
+    name = getattr(collate, "__name__", "collate_fn")
     try:
         return collate(samples)
+    except StopIteration as error:  # it would end the reader without a word
+        raise RuntimeError(
+            f"collate_fn must return a shard's data. {name} raised StopIteration for {len(samples)} samples, as next() "
+            "does at the end. Raise another error, or give it an iterator without an end."
+        ) from error
     except Exception as error:
-        name = getattr(collate, "__name__", "collate_fn")
-        error.add_note(
-            f"while {name} combined the {len(samples)} samples of a shard. Pass a collate_fn that pads samples of "
-            "unequal sizes."
-        )
+        remedy = "Pass a collate_fn that pads samples of unequal sizes."
+        if not samples:
+            remedy = "A rank without samples needs data without rows. Pass a collate_fn that makes them from []."
+        error.add_note(f"while {name} combined the {len(samples)} samples of a shard. {remedy}")
         raise

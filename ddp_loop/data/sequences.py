@@ -345,7 +345,8 @@ class SequenceReader:
 
     Raises:
         TypeError: there is no index, or a sequence is not made of tensors.
-        ValueError: there are no sequences, or one is empty, has parts of unequal lengths, or has another length.
+        ValueError: there are no sequences, or one is empty, has parts of unequal lengths, other parts than the ones
+            before, or another length.
     """
 
     def __init__(self, sequences: Any, lengths: Sequence[int] | None, seed: int, places: Places) -> None:
@@ -360,6 +361,7 @@ class SequenceReader:
         self._pins = None if self._gpu is None else accelerator_of(self._gpu)
         self._is_list = isinstance(sequences, list | tuple)
         self._keyed = SeededDataset(sequences, seed, list, self._gpu)
+        self._form: Any = None  # of all sequences: their containers, and a word for each tensor
         self._open: dict[int, tuple[Any, ...]] = {}  # by lane: epoch, number and parts of its sequence
         if len(sequences) == 0:
             raise ValueError("There must be at least one sequence. Got none. Check where the sequences come from.")
@@ -397,7 +399,14 @@ class SequenceReader:
         except ValueError as error:
             error.add_note(f"in sequence {number}, whose rows are its time steps")
             raise
-        return parts
+        form = map_tensors(lambda _: "tensor", parts)
+        self._form = form if self._form is None else self._form
+        if form != self._form:
+            raise ValueError(
+                f"All sequences must have the same parts. Sequence {number} has {form}, and one before {self._form}. "
+                "Give each the same tuple, or a dict with the same keys."
+            )
+        return _ordered(parts, self._form)
 
     def fingerprint(self) -> fingerprints.Fingerprint:
         """The fingerprint of the lengths and of three sequences; in memory, of the first KiB of each."""
@@ -433,6 +442,16 @@ class SequenceReader:
                 )
             self._open[lane] = epoch, number, parts
         return map_tensors(lambda tensor: tensor[start : start + length], self._open[lane][2])
+
+
+def _ordered(parts: Any, form: Any) -> Any:
+    """The parts of a sequence with the keys of its dicts in the order of `form`, since chunks go side by side."""
+    if isinstance(parts, dict):
+        return {key: _ordered(parts[key], one) for key, one in form.items()}
+    if isinstance(parts, tuple):
+        ordered = map(_ordered, parts, form)
+        return type(parts)(*ordered) if hasattr(parts, "_fields") else tuple(ordered)
+    return parts
 
 
 def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:

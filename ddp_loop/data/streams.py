@@ -98,10 +98,11 @@ class StreamReader:
             piece, samples = found
             yield piece, self._data(piece.shards, samples, next_key(key, position))
         if position == 0:
-            what = "too few samples" if self.drop_last else "no samples"
+            few = f"less than the {self.size} samples of one" if self.drop_last else "no samples"
+            smaller = ", a smaller batch_size or drop_last=False" if self.drop_last else ""
             raise ValueError(
-                f"A stream must give a mini-batch in every epoch. In epoch {epoch + 1} it gave {what}. Pass an object "
-                "whose __iter__ restarts."
+                f"A stream must give a mini-batch in every epoch. In epoch {epoch + 1} it gave {few}. Pass an object "
+                f"whose __iter__ restarts{smaller}."
             )
 
     def _data(self, shards: Sequence[Shard], samples: list[Any], key: int) -> Iterator[Any]:

@@ -26,7 +26,8 @@ class Parted(RuntimeError):
         super().__init__(
             "Every rank must make the same collectives in the same order, but "
             + ", ".join(f"rank {rank} is at {place}" for rank, place in places.items())
-            + ". Call evaluate, and whatever else is for every rank, on all of them in the same order."
+            + ". Call evaluate, and whatever else is for every rank, on all of them in the same order, with tensors of "
+            "one shape and dtype."
         )
 
 

@@ -199,6 +199,18 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
         assert place in said
 
 
+def drained(samples: list[Any]) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize(("data", "options"), [(range(9), {}), (range(9), {"num_workers": 1}), (Endless(), {})])
+def test_a_collate_fn_that_runs_out_is_named(data: Any, options: dict[str, Any]) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 4, world, collate_fn=drained, shuffle=False, **options)
+        with pytest.raises(RuntimeError, match="drained raised StopIteration for 4 samples"):
+            next(batches.epoch(1)).data(0)
+
+
 class TogetherOnly(Dataset[Any]):
     """torch's DataLoader reads it, by __getitems__."""
 

@@ -113,3 +113,17 @@ def over_a_stream_with_nan(world: dl.World, folder: str) -> None:
 def test_an_own_stream_with_nan_is_named_by_its_rank(refused: Refused) -> None:
     said = r"from shard 1 of 2, mini-batch 3 of epoch 1 of rank 1's own stream\. Look for NaN"
     refused(2, over_a_stream_with_nan, kind="FloatingPointError", said=said, by=ALL)
+
+
+def without_samples_beside_synced(world: dl.World, folder: str) -> None:
+    model = dl.sync_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(4)).double(), world)
+    data: list[torch.Tensor] = list(samples(5)) if world.rank == 0 else []
+    for step in dl.Loop(dl.Batches(data, 4, world, partition="own"), 1, state={"model": model}, progress=False):
+        for rows in step:
+            step.backward(model(rows).square().mean())
+        step.fold()
+
+
+def test_a_data_set_without_samples_from_which_no_rows_can_be_made_is_named(refused: Refused) -> None:
+    errors = refused(2, without_samples_beside_synced, kind="IndexError", said="list index out of range", by=1)
+    assert "A rank without samples needs data without rows. Pass a collate_fn that makes them from []" in errors[1].text

@@ -340,8 +340,33 @@ class Movable:
         return self.rows, device
 
 
-def test_a_batch_of_a_users_class_is_moved_by_its_own_to() -> None:
-    assert first_of([1, 2, 3], collate_fn=Movable) == ([1, 2, 3], torch.device("cpu"))
+class Nested(Movable):
+    """Moved as the NestedTensor of DETR and torchvision's ImageList, which take the device alone."""
+
+    def to(self, device: torch.device) -> tuple[list[Any], torch.device]:  # type: ignore[override]
+        return self.rows, device
+
+
+@pytest.mark.parametrize("kind", [Movable, Nested])
+def test_a_batch_of_a_users_class_is_moved_by_its_own_to(kind: type[Movable]) -> None:
+    assert first_of([1, 2, 3], collate_fn=kind) == ([1, 2, 3], torch.device("cpu"))
+
+
+class Named(dict[str, Any]):
+    """A dict whose values are attributes too; what it has not is a KeyError, as in many scripts."""
+
+    __getattr__ = dict.__getitem__
+
+
+def named(rows: list[torch.Tensor]) -> Named:
+    return Named(x=torch.stack(rows), to=[Named(y=rows[0])])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dict_of_a_users_class_keeps_its_class(workers: int) -> None:
+    shard = first_of(list(INPUTS), collate_fn=named, num_workers=workers)
+    assert torch.equal(shard.x, INPUTS[:4])
+    assert torch.equal(shard.to[0].y, INPUTS[0])
 
 
 def test_a_users_collate_fn_applies_to_tensors_too() -> None:

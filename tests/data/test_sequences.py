@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -123,6 +123,24 @@ def test_a_data_set_draws_the_same_for_a_sequence_on_any_number_of_ranks(on_rank
     assert not torch.equal(on_ranks(1, noise, 1, 0, None)[0][0]["noise"], alone[0]["noise"])
 
 
+class Parts(NamedTuple):
+    of: dict[str, torch.Tensor]
+
+
+def values_by_key() -> list[tuple[float, float]]:
+    with dl.join_world() as world:
+        one, two = torch.ones(4), torch.full((4,), 2.0)
+        sequences = [Parts({"one": one, "two": two}), Parts({"two": two, "one": one})]
+        batches = dl.SequenceBatches(sequences, 2, 4, world, shuffle=False)
+        parts = [chunk.data.of for chunk in batches]
+        return [(one["one"].max().item(), one["two"].max().item()) for one in parts]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_go_by_their_keys_in_whichever_order_a_sequence_has_them(ranks: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, values_by_key) == [[(1.0, 2.0)]] * ranks
+
+
 def test_batchify_makes_the_windows_of_a_word_level_language_model() -> None:
     """As `batchify` and `get_batch` of pytorch/examples do, if the text divides."""
     tokens, lanes, window = torch.arange(60) * 7 % 61, 4, 6
@@ -153,6 +171,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "an iterator": (iter(numbered()), {}, TypeError, "Got list_iterator"),
     "scalars": ([torch.tensor(1.0)], {}, ValueError, "same first dimension"),
     "unequal parts": ([(torch.ones(3), torch.ones(2))], {}, ValueError, "same first dimension"),
+    "other keys": ([{"x": torch.ones(3)}, {"y": torch.ones(3)}], {}, ValueError, "Sequence 1 has {'y': .*{'x': "),
+    "more parts": ([(torch.ones(3),), (torch.ones(3),) * 2], {}, ValueError, "must have the same parts. Sequence 1"),
     "lengths of other sequences": (numbered(), {"lengths": [1, 2]}, ValueError, "Got 2 for 11 sequences"),
     "a length of 0": ([torch.ones(3)], {"lengths": [0]}, ValueError, "Sequence 0 has 0"),
 }

@@ -227,6 +227,7 @@ OTHERS: dict[Any, str] = {  # the length of rank 1's stream; the other ranks hav
     22: "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
 }
 ONCE = "in every epoch. In epoch 2 it gave no samples. Pass an object whose __iter__ restarts"
+SHORT = "gave less than the 5 samples of one. Pass an object whose __iter__ restarts, a smaller batch_size or drop_last"
 EVALUATED = "the stream is 20 samples on rank 0, but 21 samples on rank 1. Give every rank all data"
 
 
@@ -241,6 +242,7 @@ def refusals() -> list[str]:
     for count in OTHERS:
         refuses(lambda world, count=count: train_on(world, Rows(count if world.rank == 1 else 23)))  # type: ignore[misc]
     refuses(lambda world: train_on(world, Once(12)))
+    refuses(lambda world: dl.evaluate(network(), dl.Batches(Rows(4), 5, world, drop_last=True)))
     refuses(lambda world: dl.evaluate(network(), dl.Batches(Rows(20 + (world.rank == 1)), 5, world), mean=mean_of))
     refuses(lambda world: dl.predict(network(), dl.Batches(Rows(6), 3, world)))
     return found
@@ -248,7 +250,7 @@ def refusals() -> list[str]:
 
 @pytest.mark.covers("D10")
 def test_streams_that_differ_between_ranks_or_do_not_restart_are_refused_on_all(on_ranks: OnRanks) -> None:
-    said = [*OTHERS.values(), ONCE, EVALUATED, "The length of a stream is unknown. Pass a data set"]
+    said = [*OTHERS.values(), ONCE, SHORT, EVALUATED, "The length of a stream is unknown. Pass a data set"]
     for found in on_ranks(3, refusals):
         for words, text in zip(said, found, strict=True):
             assert words in text

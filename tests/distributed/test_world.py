@@ -330,6 +330,19 @@ def test_a_parameter_is_summed_without_a_graph(on_ranks: OnRanks) -> None:
     assert on_ranks(2, sum_of_parameters) == [[3.0, 3.0]] * 2
 
 
+def sum_of_numbers() -> str:
+    """The error of a total of Python numbers, which is whole on the rank that has none."""
+    with dl.join_world(exchange="memory") as world, pytest.raises(RuntimeError) as refused:
+        world.sum(torch.tensor(sum([0.5][world.rank :])))
+    return str(refused.value)
+
+
+def test_sums_of_another_dtype_are_refused_with_the_remedy(on_ranks: OnRanks) -> None:
+    for text in on_ranks(2, sum_of_numbers):
+        assert "rank 0 is at a sum of torch.float32 (), rank 1 is at a sum of torch.int64 ()" in text
+        assert "with tensors of one shape and dtype" in text
+
+
 def sum_in_inference_mode() -> list[float]:
     with dl.join_world() as world:
         found: list[float] = []
