@@ -351,7 +351,9 @@ def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[to
 def _total(name: str, value: Any, samples: int, *, is_sum: bool) -> torch.Tensor:
     if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
         raise TypeError(f"A metric must return a tensor, an array or a number. {name} gave {type(value).__name__}.")
-    values = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    values = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value), device="cpu")
+    if values.is_complex():
+        raise ValueError(f"A metric must be real. {name} gave {values.dtype}. Take its .abs() or .real.")
     if values.dim() == 0:
         return values.double() * (1 if is_sum else samples)
     if values.shape != (samples,):

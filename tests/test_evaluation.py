@@ -412,6 +412,8 @@ METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "the logits": (lambda logits, labels: logits, ValueError, r"shape \(5,\).*bad gave shape \(5, 3\)\. Take the mean"),
     "half of them": (lambda logits, labels: labels[:2], ValueError, r"bad gave shape \(2,\)"),
     "an array too many": (lambda logits, labels: np.zeros((5, 1)), ValueError, r"bad gave shape \(5, 1\)"),
+    "complex ones": (lambda logits, labels: logits.sum(1) * 1j, ValueError, r"bad gave torch\.complex64\. Take its"),
+    "a complex array": (lambda logits, labels: np.ones(5) * 1j, ValueError, r"bad gave torch\.complex128\. Take its"),
     "nothing": (lambda logits, labels: None, TypeError, "bad gave NoneType"),
     "hits": (lambda logits, labels: (logits.argmax(1) == labels).sum(), ValueError, "bad is a whole number for 5 samp"),
     "a number of hits": (lambda logits, labels: 3, ValueError, "bad is a whole number for 5 samp"),

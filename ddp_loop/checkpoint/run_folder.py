@@ -162,8 +162,8 @@ class RunFolder:
         self._is_kept = False
         what = f"The run folder {self.folder} cannot be created or written"
         remedy = "Make room there, make it writable, or pass another run_dir=."
-        if os.path.isfile(self.folder):  # which raises nothing
-            remedy = "It is a file. Pass a folder as run_dir=."
+        if os.path.lexists(self.folder) and not os.path.isdir(self.folder):  # which raises nothing
+            remedy = "It is a file, or a link to nothing. Pass a folder as run_dir=."
         with explained(what, remedy):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()

@@ -170,7 +170,7 @@ class _Serializer:
         return {"ordered": [self._pairs(value), self.pack(extra, "_metadata")]}
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
             raise self._unknown(value, "Only dense tensors with values can be stored. Store its values")
         tensor = value.detach()
         place = (tensor.device, tensor.data_ptr() or self._path, tensor.is_conj(), tensor.is_neg())

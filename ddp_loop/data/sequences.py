@@ -235,7 +235,7 @@ class CarriedState:
                 f"dimension of the rows they were {former.form}. Got {form}. Assign the state that the next chunk "
                 "needs."
             )
-        state = map_tensors(torch.Tensor.detach, state)
+        state = map_tensors(torch.Tensor.detach, _by_key(state))
         if self.stays_finite:
             state = self._finite(state, self.before(shard, place, rows))
         self._kept[shard] = [one for one in kept if one is former] + [_Kept(place, rows.lanes, state, form)]
@@ -292,7 +292,7 @@ class CarriedState:
         if state:
             place = (state["epoch"], state["position"])
             lanes = state["lanes"].numpy()
-            kept = state["state"]
+            kept = _by_key(state["state"])
             self._resumed = _Kept(place, lanes, kept, self._form_of(kept, len(lanes)))
 
     def _gather(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class SequenceReader:
                 f"All sequences must have the same parts. Sequence {number} has {form}, and one before {self._form}. "
                 "Give each the same tuple, or a dict with the same keys."
             )
-        return _ordered(parts, self._form)
+        return _by_key(parts)
 
     def fingerprint(self) -> fingerprints.Fingerprint:
         """The fingerprint of the lengths and of three sequences; in memory, of the first KiB of each."""
@@ -444,13 +444,13 @@ class SequenceReader:
         return map_tensors(lambda tensor: tensor[start : start + length], self._open[lane][2])
 
 
-def _ordered(parts: Any, form: Any) -> Any:
-    """The parts of a sequence with the keys of its dicts in the order of `form`, since chunks go side by side."""
+def _by_key(parts: Any) -> Any:
+    """The same parts with each dict in the order of its keys, since tensors that go together are found by place."""
     if isinstance(parts, dict):
-        return {key: _ordered(parts[key], one) for key, one in form.items()}
-    if isinstance(parts, tuple):
-        ordered = map(_ordered, parts, form)
-        return type(parts)(*ordered) if hasattr(parts, "_fields") else tuple(ordered)
+        return {key: _by_key(parts[key]) for key in sorted(parts, key=repr)}
+    if isinstance(parts, tuple | list):
+        ordered = map(_by_key, parts)
+        return type(parts)(*ordered) if hasattr(parts, "_fields") else type(parts)(ordered)
     return parts
 
 

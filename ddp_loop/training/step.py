@@ -633,6 +633,8 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
         return torch.full((), float(number), dtype=torch.float64, device=device)
     if what == "mean" and number.dim() == 0 and not number.is_floating_point():
         check_mean(name, number, samples)
+    if number.is_complex():
+        raise ValueError(f"A metric must be real. {name} is {number.dtype}. Take its .abs() or .real.")
     number = number.detach()
     if number.dim() and number.shape != (samples,):
         raise ValueError(

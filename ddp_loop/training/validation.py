@@ -87,7 +87,7 @@ def check_state(state: object) -> dict[str, object]:
 
     Raises:
         TypeError: it is no mapping by name, or holds modules or optimizers in lists or dicts.
-        ValueError: a rank holds a part of an optimizer, or of one of its parameters.
+        ValueError: a rank holds a part of an optimizer, or of one of its parameters; a part contains itself.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise TypeError(
@@ -95,7 +95,11 @@ def check_state(state: object) -> dict[str, object]:
             "state=dict(model=model, optimizer=optimizer)."
         )
     for name, value in state.items():
-        if not isinstance(value, nn.Module | Optimizer) and _holds_modules(value):
+        try:
+            holds_modules = not isinstance(value, nn.Module | Optimizer) and _holds_modules(value)
+        except RecursionError:
+            raise ValueError(f"state[{name!r}] has too many levels, or contains itself. Make it flatter.") from None
+        if holds_modules:
             raise TypeError(
                 f"Each module and optimizer in state needs a name of its own. {name!r} is a {type(value).__name__} of "
                 "them. Give each a name, or join modules by nn.ModuleList(...) or nn.ModuleDict(...)."

@@ -224,6 +224,12 @@ def test_what_cannot_be_packed_is_named_by_its_path(value: object, said: str) ->
         to_tree(value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_by_its_path() -> None:
+    with pytest.raises(TypeError, match=r"state\.0 is of type torch\.Tensor, .* Only dense tensors with values"):
+        to_tree([torch.nested.nested_tensor([torch.ones(2)])])
+
+
 def nested(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):

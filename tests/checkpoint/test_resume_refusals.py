@@ -19,11 +19,12 @@ from tests.support.refusals import Refused, loop_over, loss_of, network, on_this
 from tests.support.resuming import train
 
 
-def test_a_run_folder_that_is_a_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "run").touch()
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_a_run_folder_that_is_a_file_is_refused_with_the_remedy(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "run")
     with (
         dl.join_world() as world,
-        pytest.raises(OSError, match=r"File exists.* It is a file\. Pass a folder as run_dir"),
+        pytest.raises(OSError, match=r"File exists.* It is a file, or a link to nothing\. Pass a folder as run_dir"),
     ):
         loop_over(world, str(tmp_path / "run"), network())
 

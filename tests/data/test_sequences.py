@@ -141,6 +141,22 @@ def test_parts_go_by_their_keys_in_whichever_order_a_sequence_has_them(ranks: in
     assert on_ranks(ranks, values_by_key) == [[(1.0, 2.0)]] * ranks
 
 
+def hidden_by_key() -> tuple[list[float], list[float]]:
+    with dl.join_world() as world:
+        batches = dl.SequenceBatches([torch.ones(8), torch.ones(8)], 2, 4, world, shuffle=False, shards=2)
+        loaded = next(batches.epoch(1))
+        for number, shard in enumerate(loaded.mini_batch.shards):
+            hidden = {"one": torch.ones(1, 1, 1), "two": torch.full((1, 1, 1), 2.0)}
+            loaded.data(number).hidden = dict(reversed(hidden.items())) if shard.number else hidden
+        carried = batches.checkpointed(skips=False)["hidden"].state_dict()["state"]
+        return carried["one"].flatten().tolist(), carried["two"].flatten().tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hidden_states_go_by_their_keys_in_whichever_order_a_shard_assigns_them(ranks: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, hidden_by_key) == [([1.0, 1.0], [2.0, 2.0])] * ranks
+
+
 def test_batchify_makes_the_windows_of_a_word_level_language_model() -> None:
     """As `batchify` and `get_batch` of pytorch/examples do, if the text divides."""
     tokens, lanes, window = torch.arange(60) * 7 % 61, 4, 6

@@ -96,6 +96,8 @@ NO_RULE = r"to one of .* Got 'memory': 'sum'. The buffers are \[\]"
 NOT_TRAINED = "state must hold a module or an optimizer with parameters to train"
 REDUCED = "reduce_dtype must be torch.float32, torch.float64 or None"
 NO_NAME = "Each module and optimizer in state needs a name of its own. 'other 0' is a"
+ENDLESS: list[object] = []
+ENDLESS.append(ENDLESS)
 NO_DICT = r"state must be a dict .* Pass state=dict\(model="
 REFUSED: dict[str, tuple[Make, str]] = {
     "no epochs": (over(epochs=0), f"epochs {WHOLE}0"),
@@ -138,6 +140,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "modules in a list": (over(more=lambda model: [[*model]]), NO_NAME),
     "modules in a dict": (over(more=lambda model: [{"a": {"b": model}}]), NO_NAME),
+    "a list in itself": (over(more=lambda model: [ENDLESS]), r"state\['other 0'\] has too many levels, or contains"),
     "an optimizer in a list": (over(more=lambda model: [[torch.optim.SGD(model.parameters())]]), NO_NAME),
     **{f"sums in {dtype}": (over(reduce_dtype=dtype), REDUCED) for dtype in (torch.bfloat16, "float32")},
     **{

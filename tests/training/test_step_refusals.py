@@ -294,6 +294,7 @@ CALLS: list[tuple[Give, str]] = [
             ({"weight": "2"}, "weight must be a number"),
             ({"reduction": "none"}, '"mean" or "sum". Got \'none\''),
             ({"error": torch.ones(1, 1)}, r"A metric must be one value.*error has shape \(1, 1\)"),
+            ({"error": torch.tensor(1j)}, r"A metric must be real\. error is torch\.complex64\. Take its \.abs"),
             ({"error": torch.ones(9)}, r"error has shape \(9,\)"),
             ({"error": "big"}, "error is 'big'"),
             ({"error": dl.Sum(1.0, over=2.0)}, "takes no dl.Sum with over=. error is one"),
