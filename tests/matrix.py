@@ -33,7 +33,7 @@ class Pair:
         return f"python{self.python}-torch-{self.torch}"
 
 
-PAIRS = (Pair("3.11", "2.11.0"), Pair("3.13", NEWEST))
+PAIRS = (Pair("3.11", "2.11.0"), Pair("3.12", "2.11.0"), Pair("3.13", NEWEST))
 
 
 def pair_of(text: str) -> Pair:

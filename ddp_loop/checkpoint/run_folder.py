@@ -200,7 +200,7 @@ class RunFolder:
         """
         path = self.folder / RUN
         remedy = "Start again when it can be read."
-        with suppress(FileNotFoundError, IsADirectoryError), explained(f"{path} cannot be read now", remedy):
+        with explained(f"{path} cannot be read now", remedy), suppress(FileNotFoundError, IsADirectoryError):
             path.read_bytes()
         before = read_json(path) or {}
         is_whole = isinstance(before.get("id"), str) and isinstance(before.get("fingerprint"), dict)
