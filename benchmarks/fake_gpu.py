@@ -101,7 +101,7 @@ class Material:
     def network(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = resnet50().to(self.world.device)
-        # The last layers normalise a few values each: with a larger rate their gradients grow until they are not finite.
+        # The last layers normalise a few values each: at a larger rate their gradients grow until they are not finite.
         return model, torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
     def mini_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
