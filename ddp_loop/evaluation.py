@@ -35,15 +35,17 @@ Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 def in_mode(model: nn.Module, mode: bool) -> Iterator[None]:
     """Training or evaluation mode; every module returns to its own, also after an exception.
 
-    It returns by its own `train()`, which may do more, such as take a LoRA out of the weights that eval() merged it in.
+    One with a `train()` of its own returns by that, which may do more, such as take a LoRA out of the weights that
+    eval() merged it in. torch's would also call those of modules inside that are in their mode.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.train(mode)
+        (model.train if mode else model.eval)()
         yield
     finally:
         for module, before in modes:  # a module before those inside it
-            module.train(before)
+            if module.training != before and getattr(module.train, "__func__", None) is not nn.Module.train:
+                module.train(before)
             module.training = before
 
 

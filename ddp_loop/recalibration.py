@@ -119,10 +119,6 @@ def _forward_shards(
         try:
             with others.untouched():
                 forward(model, data)
-        except ValueError as error:
-            if "more than 1 value per channel" in str(error):
-                error.add_note(_SINGLE)
-            raise
         finally:
             statistics.stop()
         return captures
@@ -130,7 +126,12 @@ def _forward_shards(
     for number, shard in enumerate(mini_batch.shards):
         data = loaded.data(number)
         seed_shard(world.seed, mini_batch.position + 1, shard.number, world.device, _AGAIN)
-        found[shard.number] = captured(data)
+        try:
+            found[shard.number] = captured(data)
+        except ValueError as error:
+            if shard.samples == 1:
+                error.add_note(_SINGLE)
+            raise
     if sync_channels and not mini_batch.shards:
         captured(loaded.nothing())  # also here layers that are not synced must not move their own statistics
     for channel in sync_channels:

@@ -562,6 +562,7 @@ class Merging(nn.Linear):
     """A layer whose eval() merges a second weight into its own, and whose train() takes it out, as loralib's LoRA."""
 
     merged = False
+    changes = 0
 
     def __init__(self) -> None:
         super().__init__(1, 1, bias=False, dtype=torch.float64)
@@ -572,6 +573,7 @@ class Merging(nn.Linear):
         if self.merged == mode:
             self.weight.data += self.added.detach() * (-1 if mode else 1)
             self.merged = not mode
+            self.changes += 1
         return super().train(mode)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -579,10 +581,20 @@ class Merging(nn.Linear):
         return output if self.merged else output + inputs * self.added
 
 
-def merged_after(call: str) -> tuple[bool, bool, list[float]]:
-    """Whether a frozen layer and another are merged after a call between two steps, and the losses of the steps."""
+class Evaluated(nn.Sequential):
+    """Its eval() does more than train(False)."""
+
+    times = 0
+
+    def eval(self) -> Evaluated:
+        self.times += 1
+        return super().eval()
+
+
+def merged_after(call: str) -> tuple[bool, bool, int, int, list[float]]:
+    """Whether a layer and a frozen one are merged in the end, changes of the latter, calls of eval(), and losses."""
     with dl.join_world(seed=0) as world:
-        model = nn.Sequential(Merging(), Merging().eval())
+        model = Evaluated(Merging(), Merging().eval())
         batches = dl.Batches(torch.ones(4, 1, dtype=torch.float64), 4, world)
         losses = []
         for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
@@ -592,10 +604,12 @@ def merged_after(call: str) -> tuple[bool, bool, list[float]]:
             with torch.no_grad():
                 model[0].added -= 1  # type: ignore[operator, assignment]
             dl.update_bn(model, batches) if call == "update_bn" else dl.predict(model, batches)
-        return bool(model[0].merged), bool(model[1].merged), losses
+        return bool(model[0].merged), bool(model[1].merged), cast(Merging, model[1]).changes, model.times, losses
 
 
 @pytest.mark.covers("B8")
-@pytest.mark.parametrize("call", ["predict", "update_bn"])
-def test_a_module_goes_back_to_its_mode_by_its_own_train(call: str, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, merged_after, call) == [(False, True, [2.25, 0.75])] * 2
+@pytest.mark.parametrize(("call", "changes", "times"), [("predict", 1, 2), ("update_bn", 5, 0)])  # it trains all layers
+def test_a_module_goes_back_to_its_mode_by_its_own_train(
+    call: str, changes: int, times: int, on_ranks: OnRanks
+) -> None:
+    assert on_ranks(2, merged_after, call) == [(False, True, changes, times, [2.25, 0.75])] * 2

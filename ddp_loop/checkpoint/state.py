@@ -56,10 +56,12 @@ class OutsideStateDict:
 
     Args:
         state: of the job.
+        device: of a restored buffer that the script has made as None.
     """
 
-    def __init__(self, state: Mapping[str, object]) -> None:
+    def __init__(self, state: Mapping[str, object], device: torch.device) -> None:
         self._state = state
+        self._device = device
         self._modes: dict[str, bool] = {}
         self._began: dict[str, object] = {}
 
@@ -104,10 +106,14 @@ class OutsideStateDict:
         for name, layer in layers.items():
             layer.training = modes.get(name, layer.training)
         own = self._buffers()
+        restored: dict[int, torch.Tensor | None] = {}  # what was one tensor under several names stays one
         for name, kept in state.get("buffers", {}).items():
             if name in own:
+                if id(kept) not in restored:
+                    before = torch.empty(0, device=self._device) if own[name] is None else own[name]
+                    restored[id(kept)] = _filled(before, kept, {name}, name)
                 owner, _, key = name.rpartition(".")
-                layers[owner]._buffers[key] = _filled(own[name], kept, {name}, name)
+                layers[owner]._buffers[key] = restored[id(kept)]
 
     def _numbered(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
         """For each optimizer, the names of its parameters in its order."""
@@ -156,7 +162,7 @@ class JobState:
         device: torch.device,
     ) -> None:
         self._state = state
-        self._outside = OutsideStateDict(state)
+        self._outside = OutsideStateDict(state, device)
         self._parts = {**parts, "trained": self._outside}
         self._device = device
         self._local = own_names(state, local)
@@ -228,7 +234,7 @@ class JobState:
         """Forget the objects; `checksums` still knows which tensors are compared."""
         self._state = {}
         self._parts = {}
-        self._outside = OutsideStateDict({})
+        self._outside = OutsideStateDict({}, self._device)
         self._began = {}
 
     def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:

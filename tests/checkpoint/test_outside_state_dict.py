@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,29 +41,41 @@ class Warmup(nn.Module):
         return rows * self.mask * self.level / self.other
 
 
-def weights_of(folder: str, stop_at: int, mask: float) -> list[list[float]]:
-    """Train, with a norm that is frozen after step 3; returns all that the model has in the end."""
-    torch.manual_seed(0)
-    warmup = Warmup()
-    model = nn.Sequential(warmup, nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+Change = Callable[[int], None]
+
+
+def ends_of(model: nn.Module, folder: str, stop_at: int, change: Change) -> list[list[float]]:
+    """Train with a change after each step; returns the modes, all values in the end, and which have another device."""
     with suppress(dl.Stopped), dl.join_world(seed=3) as world:
         model.to(world.device)
-        warmup.mask.fill_(mask)
         sgd = torch.optim.SGD(model.parameters(), 0.1)
-        batches = dl.Batches(ROWS, 4, world, shards=1)
+        batches = dl.Batches(ROWS, 4, world, shards=2)
         loop = dl.Loop(batches, steps=STEPS, state={"model": model, "sgd": sgd}, run_dir=folder, progress=False)
         for step in loop:
             for rows in step:
                 step.backward(model(rows).square().mean())
             step.fold()
             sgd.step()
-            if step.iteration == FROZEN_AT:
-                model[1].eval()
+            change(step.iteration)
             if step.iteration == stop_at:
                 loop.stop()
-    layers: list[nn.Module] = list(model)
-    modes = [float(layer.training) for layer in layers]
-    return [modes, *(one.flatten().tolist() for one in [*model.parameters(), *model.buffers()])]
+    modes = [float(layer.training) for layer in model.modules()]
+    values = [one.flatten().tolist() for one in [*model.parameters(), *model.buffers()]]
+    return [modes, *values, [float(one.device != world.device) for one in model.buffers()]]
+
+
+def weights_of(folder: str, stop_at: int, mask: float) -> list[list[float]]:
+    """The ends of a norm that is frozen after step 3."""
+    torch.manual_seed(0)
+    warmup = Warmup()
+    model = nn.Sequential(warmup, nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    warmup.mask.fill_(mask)
+
+    def change(iteration: int) -> None:
+        if iteration == FROZEN_AT:
+            model[1].eval()
+
+    return ends_of(model, folder, stop_at, change)
 
 
 @pytest.mark.covers("E5")
@@ -73,7 +86,7 @@ def test_modes_and_buffers_that_no_state_dict_has_are_the_whole_runs(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     whole = on_ranks(ranks, weights_of, str(tmp_path / "whole"), 0, 1.0)[0]
-    assert whole[0] == [1.0, 0.0, 1.0]
+    assert whole[0] == [1.0, 1.0, 0.0, 1.0]
     for stop_at in (1, 4):
         folder = str(tmp_path / f"stopped {stop_at}")
         on_ranks(ranks, weights_of, folder, stop_at, 1.0)
@@ -104,29 +117,22 @@ class Kept(nn.BatchNorm1d):
         return super().forward(rows) * self.scale
 
 
-def ends_of_a_frozen_model(folder: str, stop_at: int) -> tuple[list[bool], list[list[float]]]:
-    """Train a model that is in evaluation mode after step 3; returns its modes and all its values."""
+def frozen_weights_of(folder: str, stop_at: int) -> list[list[float]]:
+    """The ends of a model that is in evaluation mode after step 3."""
     torch.manual_seed(0)
     kept = Kept()
     model = nn.Sequential(kept, nn.Dropout(0.5), nn.Linear(4, 1)).double()
-    with suppress(dl.Stopped), dl.join_world(seed=3) as world:
-        model.to(world.device)
-        sgd = torch.optim.SGD(model.parameters(), 0.1)
-        batches = dl.Batches(ROWS, 4, world, shards=2)
-        loop = dl.Loop(batches, steps=STEPS, state={"model": model, "sgd": sgd}, run_dir=folder, progress=False)
-        for step in loop:
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
-            sgd.step()
-            kept.scale.data.mul_(0.9)
-            kept.cache = torch.ones(2) if kept.cache is None else kept.cache * 2
-            if step.iteration == FROZEN_AT:
-                model.eval()
-            if step.iteration == stop_at:
-                loop.stop()
-    values = [one.detach().flatten().tolist() for one in [*model.parameters(), *model.buffers()]]
-    return [layer.training for layer in model.modules()], values
+    model[1].register_buffer("cache", None, persistent=False)
+
+    def change(iteration: int) -> None:
+        kept.scale.data.mul_(0.9)
+        if kept.cache is None:
+            kept.cache = model[1].cache = torch.ones(2, device=kept.scale.device)
+        kept.cache.mul_(2)
+        if iteration == FROZEN_AT:
+            model.eval()
+
+    return ends_of(model, folder, stop_at, change)
 
 
 @pytest.mark.covers("E5")
@@ -135,12 +141,12 @@ def ends_of_a_frozen_model(folder: str, stop_at: int) -> tuple[list[bool], list[
 def test_folded_statistics_data_caches_and_a_whole_model_in_evaluation_mode_are_the_whole_runs(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    whole = on_ranks(ranks, ends_of_a_frozen_model, str(tmp_path / "whole"), 0)[0]
-    assert whole[0] == [False] * 4
+    whole = on_ranks(ranks, frozen_weights_of, str(tmp_path / "whole"), 0)[0]
+    assert whole[0] == [0.0] * 4
     for stop_at in (1, 4):
         folder = str(tmp_path / f"stopped {stop_at}")
-        on_ranks(ranks, ends_of_a_frozen_model, folder, stop_at)
-        assert on_ranks(ranks, ends_of_a_frozen_model, folder, 0) == [whole] * ranks
+        on_ranks(ranks, frozen_weights_of, folder, stop_at)
+        assert on_ranks(ranks, frozen_weights_of, folder, 0) == [whole] * ranks
 
 
 def counts_by_epoch(folder: str, stop_at: int) -> tuple[dict[str, Any], list[str]]:
