@@ -18,10 +18,12 @@ from tests.support.paths import ROOT as ROOT
 HERE = Path(__file__).parent
 SOURCES = ("device.h", "device.cpp", "nccl.cpp", "preloaded.cpp")
 EXTENSION = "fake_cuda_extension"
-STARTS = {"cuda": "tests.fake_cuda.cuda, tests.fake_cuda.kernels", "npu": "tests.fake_cuda.npu"}
 START = """import os
 if os.environ.get("FAKE_CUDA"):
-    import {}
+    if os.environ["FAKE_CUDA_KIND"] == "npu":
+        import tests.fake_cuda.npu
+    else:
+        import tests.fake_cuda.cuda, tests.fake_cuda.kernels
     if os.environ.get("PLANTED_GPU_FAULTS"):
         from tests.support.gpu_faults import plant
         plant()
@@ -32,27 +34,24 @@ class NoFakeCuda(Exception):
     """Why there is no fake device here, in one line."""
 
 
-def _key(kind: str) -> str:
+def _key() -> str:
     """Changes with the sources and with torch."""
-    sha = hashlib.sha256(f"{kind} {START} {torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
+    sha = hashlib.sha256(f"{START} {torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
     for name in SOURCES:
         sha.update((HERE / name).read_bytes())
     return sha.hexdigest()[:16]
 
 
 @cache
-def build(kind: str = "cuda") -> Path:
+def build() -> Path:
     """The folder of the built device; builds it, once for all processes, if it is not there: a minute.
-
-    Args:
-        kind: "cuda", or "npu" for the same device as an extension of torch has it.
 
     Raises:
         NoFakeCuda: there is no compiler, torch is not a CPU build, or the sources do not compile.
     """
     if torch.version.cuda is not None or torch.version.hip is not None:
         raise NoFakeCuda(f"the fake GPU needs a CPU build of torch; this one is {torch.__version__}")
-    folder = ROOT / "build" / "fake_cuda" / _key(kind)
+    folder = ROOT / "build" / "fake_cuda" / _key()
     if (folder / "done").exists():
         return folder
     if (compiler := shutil.which("g++")) is None:
@@ -63,15 +62,15 @@ def build(kind: str = "cuda") -> Path:
 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            _compile(compiler, folder, kind)
-            (folder / "sitecustomize.py").write_text(START.format(STARTS[kind]))
+            _compile(compiler, folder)
+            (folder / "sitecustomize.py").write_text(START)
             (folder / "done").touch()
     return folder
 
 
-def _compile(compiler: str, folder: Path, kind: str) -> None:
+def _compile(compiler: str, folder: Path) -> None:
     flags = ["-O1", "-w", "-fPIC", "-std=c++17", f"-DTORCH_EXTENSION_NAME={EXTENSION}"]
-    flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", f"-DFAKE_{kind.upper()}"]
+    flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
     flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     libraries = Path(torch.__file__).parent / "lib"
     extension = folder / f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -105,7 +104,7 @@ def environment(devices: int, kind: str = "cuda", **settings: str) -> dict[str, 
 
     Args:
         devices: their number.
-        kind: as in `build`.
+        kind: "cuda", or "npu" for the same device as an extension of torch has it.
         settings: of `cuda.VARIABLES`, without their prefix, in small letters: `name="Fake MIG 1g"`, `memory="1000000"`
             (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached),
             `idle_s="1"` (until NCCL closes connections of its own),
@@ -114,10 +113,11 @@ def environment(devices: int, kind: str = "cuda", **settings: str) -> dict[str, 
     Raises:
         NoFakeCuda: as `build`.
     """
-    folder = build(kind)
+    folder = build()
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         "FAKE_CUDA": "1",
+        "FAKE_CUDA_KIND": kind,
         "FAKE_CUDA_DEVICES": str(devices),
         **({"LD_PRELOAD": str(folder / "preloaded.so")} if kind == "cuda" else {}),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -422,16 +422,8 @@ static at::Generator& generator_of(int device) {
   return made[device < 0 ? device_at_hand : device];
 }
 
-#ifdef FAKE_NPU
-struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-#else
-struct Hooks final : at::CUDAHooksInterface {
-  bool hasCUDA() const override { return true; }
-  int getNumGPUs() const override { return kDevices; }
-  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
-  void deviceSynchronize(c10::DeviceIndex) const override { note_wait("device.synchronize"); }
-#endif
+template <class Interface>
+struct Hooks : Interface {
   void init() const override {}
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device = -1) const override { return generator_of(device); }
   at::Generator getNewGenerator(c10::DeviceIndex = -1) const override { return at::detail::createCPUGenerator(); }
@@ -446,6 +438,17 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return (c10::DeviceIndex)device_at_hand; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+};
+
+struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return kDevices; }
+  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
+  void deviceSynchronize(c10::DeviceIndex) const override { note_wait("device.synchronize"); }
+};
+
+struct NpuHooks final : Hooks<at::PrivateUse1HooksInterface> {
+  bool isBuilt() const override { return true; }
 };
 
 // -- tensors --------------------------------------------------------------------------------------------
@@ -474,7 +477,8 @@ void poison(const at::Tensor& tensor) {
   if (alias.numel()) std::memset(alias.data_ptr(), 0xFF, alias.nbytes());
 }
 
-static c10::DispatchKeySet device_keys() { return c10::DispatchKeySet(c10::DispatchKey::FAKE_KEY); }
+static const c10::DispatchKey kKey = kIsNpu ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::CUDA;
+static c10::DispatchKeySet device_keys() { return c10::DispatchKeySet(kKey); }
 
 static at::Tensor on_device(c10::Storage storage, const at::Tensor& like) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), device_keys(), like.dtype());
@@ -742,9 +746,10 @@ static at::Tensor& set_storage_of(at::Tensor& tensor, c10::Storage storage) {
   return set_place_of(tensor, std::move(storage), 0, size, {});
 }
 
-TORCH_LIBRARY_IMPL(_, FAKE_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
-
-TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
+static void add_kernels() {
+  static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+  all.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  static torch::Library m(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   m.impl("empty.memory_format", &empty_of);
   m.impl("empty_strided", &empty_strided_of);
   m.impl("copy_", &copy_of);
@@ -773,13 +778,14 @@ void add_nccl(py::module& m);  // nccl.cpp
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace fake;
   c10::SetAllocator(kDevice, &device_allocator, 1);
-#ifdef FAKE_NPU
-  at::RegisterPrivateUse1HooksInterface(new Hooks());
-#else
-  auto** hooks = (const at::CUDAHooksInterface**)dlsym(RTLD_DEFAULT, "fake_cuda_hooks");
-  TORCH_CHECK(hooks, "preloaded.so must be in LD_PRELOAD");
-  *hooks = new Hooks();
-#endif
+  if (kIsNpu) {
+    at::RegisterPrivateUse1HooksInterface(new NpuHooks());
+  } else {
+    auto** hooks = (const at::CUDAHooksInterface**)dlsym(RTLD_DEFAULT, "fake_cuda_hooks");
+    TORCH_CHECK(hooks, "preloaded.so must be in LD_PRELOAD");
+    *hooks = new CudaHooks();
+  }
+  add_kernels();
   static c10::impl::DeviceGuardImplRegistrar registered(kDevice, &guard);
   m.def("device", [] { return device_at_hand; });
   m.def("set_device", [](int device) { set_current_device(device); });

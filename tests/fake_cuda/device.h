@@ -3,26 +3,17 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
 
-// The same device serves under another name: torch's PrivateUse1, which an extension renames, as that of a real device.
-#ifdef FAKE_NPU
-#define FAKE_KEY PrivateUse1
-#else
-#define FAKE_KEY CUDA
-#endif
-
 namespace fake {
 
-constexpr c10::DeviceType kDevice = c10::DeviceType::FAKE_KEY;
-#ifdef FAKE_NPU
-constexpr const char* kBackend = "hccl";
-#else
-constexpr const char* kBackend = "nccl";
-#endif
+// The same device serves under another name: torch's PrivateUse1, which an extension renames, as that of a real device.
+inline const bool kIsNpu = std::getenv("FAKE_CUDA_KIND") == std::string("npu");
+inline const c10::DeviceType kDevice = kIsNpu ? c10::DeviceType::PrivateUse1 : c10::DeviceType::CUDA;
 inline bool is_of_device(const at::Tensor& tensor) { return tensor.device().type() == kDevice; }
 
 // [Note: Order] Kernels run at once, on the processor. What a real device may reorder is checked instead: each stream

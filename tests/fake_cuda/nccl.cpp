@@ -111,7 +111,7 @@ struct Nccl final : c10d::Backend {
       : c10d::Backend(rank, size), gloo(std::move(below)) {}
   ~Nccl() override { drop_without_gil(gloo); }
 
-  const std::string getBackendName() const override { return kBackend; }
+  const std::string getBackendName() const override { return kIsNpu ? "hccl" : "nccl"; }
   bool supportsSplitting() const override { return false; }
   void eagerConnectSingleDevice(at::Device) override {
     add_to_log("connect");
