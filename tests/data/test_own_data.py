@@ -15,7 +15,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, is_same, values_of
 from tests.support.harness import OnRanks
-from tests.support.own_data import of_rows, own_stream, rows_of
+from tests.support.own_data import made_steps, of_rows, own_stream, rows_of
 from tests.support.refusals import network
 from tests.support.snippets import blocks_of, run_python
 
@@ -127,15 +127,8 @@ def over_own_streams(
             dl.sync_batch_norm(model, world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
-        state = {"model": model, "optimizer": optimizer}
         seen = []
-        save = stop_at or None
-        loop = dl.Loop(batches, 2, state=state, progress=False, run_dir=folder or None, save_every=save)
-        for step in loop:
-            for _, rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
-            optimizer.step()
+        for step in made_steps(batches, model, 2, optimizer, run_dir=folder or None, save_every=stop_at or None):
             seen.append((step.iteration, step.samples, step.is_last_of_epoch))
             if stop_at and step.iteration == stop_at + 1:
                 break
@@ -208,36 +201,6 @@ def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_rank
             mean = torch.stack(means).mean(0)
             torch.testing.assert_close(state["0.running_mean"], mean, rtol=1e-11, atol=0)
         assert all(torch.equal(one, results[0][3][name]) for name, one in state.items())
-
-
-def in_one_mini_batch(counts: list[int], partition: str) -> tuple[int, list[int], Tensors]:
-    """How many mini-batches there are, this rank's samples, and the gradients."""
-    with dl.join_world(seed=0) as world:
-        numbers = own_stream(world, counts).numbers if partition == "own" else list(range(sum(counts)))
-        data = torch.tensor(numbers, dtype=torch.int64), rows_of(numbers)
-        batches, seen = dl.Batches(data, None, world, partition=partition), []
-        model = network()
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            for own, rows in step:
-                seen += own.tolist()
-                step.backward(model(rows).square().mean())
-            assert step.fold().samples == sum(counts) == batches.batch_size == sum(batches.sizes(0))
-        return len(batches), seen, gradients_of(model)
-
-
-@pytest.mark.parametrize("partition", ["own", "local"])
-@pytest.mark.parametrize("counts", [[3, 0, 5], [1]])
-def test_without_a_batch_size_all_samples_are_one_mini_batch(
-    counts: list[int], partition: str, on_ranks: OnRanks
-) -> None:
-    model = network()
-    model(rows_of(list(range(sum(counts))))).square().mean().backward()
-    results = on_ranks(len(counts), in_one_mini_batch, counts, partition)
-    assert sorted(number for _, seen, _ in results for number in seen) == list(range(sum(counts)))
-    for rank, (steps, seen, gradients) in enumerate(results):
-        assert steps == 1
-        assert partition != "own" or sorted(seen) == list(range(sum(counts[:rank]), sum(counts[: rank + 1])))
-        torch.testing.assert_close(gradients, gradients_of(model), rtol=1e-10, atol=1e-12)
 
 
 def test_the_guides_on_policy_loop_makes_one_step_of_all_that_the_ranks_collected(
