@@ -106,10 +106,17 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
 
 
-def write_run(folder: Path, rows: Iterable[Mapping[str, Any]], **status: Any) -> Path:
-    """A run folder that no process holds."""
+def write_run(
+    folder: Path, rows: Iterable[Mapping[str, Any]] | int = 1, *, began: float = 1.0,
+    config: Mapping[str, Any] | None = None, **status: Any,
+) -> Path:  # fmt: skip
+    """A run folder that no process holds. A number of rows stands for that many usual ones, after which it ended."""
+    if isinstance(rows, int):
+        status = {"iteration": rows} | status if status else {}
+        rows = map(row, range(1, rows + 1))
     folder.mkdir(parents=True)
-    write_atomic(folder / RUN, {"id": "0123456789abcdef", "began": 1.0, "fingerprint": {}})
+    about = {"id": "0123456789abcdef", "began": began, "fingerprint": {}}
+    write_atomic(folder / RUN, about if config is None else about | {"config": config})
     write_lines(folder / "rows.jsonl", rows)
     if status:
         write_atomic(folder / STATUS, {"at": time.time(), "process": 1, "ranks": 2, "device": "cpu"} | COMMAND | status)
