@@ -270,8 +270,9 @@ IMAGES, LABELS = torch.zeros(2, 1, 2, 2).byte(), torch.zeros(2).long()
     ],
 )
 def test_names_labels_and_tensors_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    whole: dict[str, Any] = {"images": IMAGES, "labels": LABELS, "class_names": ("a", "b")}
     with pytest.raises(ValueError, match=message):
-        LabelledImages(**{"images": IMAGES, "labels": LABELS, "class_names": ("a", "b")} | changes)
+        LabelledImages(**whole | changes)
 
 
 @pytest.mark.covers("A7")
