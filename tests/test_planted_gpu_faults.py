@@ -153,9 +153,7 @@ TESTS: dict[int, Callable[..., None]] = {
     7: partial(test_gpu_paths.test_no_shard_of_an_evaluation_makes_the_host_wait, ranks=1),
     8: test_nccl.test_a_rank_that_leaves_shuts_no_socket_of_nccl,
     9: test_gpu_placement.test_data_that_do_not_fit_beside_a_step_stay_on_the_host,
-    10: partial(
-        test_staging.test_every_byte_of_a_gpus_state_comes_through_a_few_pinned_blocks, name="many small tensors"
-    ),
+    10: test_staging.test_every_byte_of_a_gpus_state_comes_through_a_few_pinned_blocks,
     11: partial(
         test_gpu_sums.test_buckets_are_added_up_and_gathered_while_backward_goes_on, ranks=2, dtype=torch.float32
     ),

@@ -13,7 +13,7 @@ from tests.support.trained_runs import State, train_run
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[State]]:
     folder = tmp_path_factory.mktemp("weights") / "run"
-    return folder, train_run(folder)[0]
+    return folder, train_run(folder)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,17 @@ def files_of(run: Path) -> dict[str, bytes]:
 
 
 def small(
-    folder: Path, *, lr: float = 0.1, period: int = 10, stop_at: int | None = None,
-    after_step: Callable[[int], None] = lambda iteration: None, **options: Any,
+    folder: Path, *, lr: float = 0.1, period: int = 10, stop_at: int | None = None, seed: int = 1, number: int = 20,
+    after_step: Callable[[int], None] = lambda iteration: None, cut: Mapping[str, Any] = {}, **options: Any,
 ) -> tuple[list[int], dict[str, str], float]:  # fmt: skip
     """The steps that a small job of 2 epochs makes, its weights, and its learning rate at the end."""
-    with dl.join_world(seed=1) as world:
+    with dl.join_world(seed=seed) as world:
         model = nn.Linear(3, 4)
         made = list[int]()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, period)
-        batches = dl.Batches(torch.randn(20, 3, generator=torch.Generator().manual_seed(2)), 4, world, shards=2)
+        data = torch.randn(number, 3, generator=torch.Generator().manual_seed(2))
+        batches = dl.Batches(data, **{"batch_size": 4, "world": world, "shards": 2, **cut})
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
         options = {"epochs": None if "steps" in options else 2, "progress": False, **options}
         loop = dl.Loop(batches, state=state, run_dir=folder, **options)
@@ -151,32 +152,32 @@ def test_what_changed_is_not_said_where_nothing_goes_on(
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"number": 100}, "samples: was 113, is 100"),
-        ({"batch_size": 12}, "batch_size: was 24, is 12"),
-        ({"drop_last": True}, "drop_last: was False, is True"),
-        ({"shuffle": False}, "shuffle: was True, is False"),
-        ({"shards": 3}, "shards: was 6, is 3"),
-        ({"seed": 4}, "seed: was 3, is 4"),
+        ({"number": 17}, "samples: was 20, is 17"),
+        ({"cut": {"batch_size": 5}}, "batch_size: was 4, is 5"),
+        ({"cut": {"drop_last": True}}, "drop_last: was False, is True"),
+        ({"cut": {"shuffle": False}}, "shuffle: was True, is False"),
+        ({"cut": {"shards": 3}}, "shards: was 2, is 3"),
+        ({"seed": 4}, "seed: was 1, is 4"),
     ],
     ids=str,
 )
 def test_another_run_is_refused_with_the_remedy(
     keywords: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(str(tmp_path), 3)
+    small(tmp_path, stop_at=3)
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=said) as refused:
-        train(str(tmp_path), **keywords)
+        small(tmp_path, **keywords)
     assert f"{tmp_path} has another run (status: stopped)" in str(refused.value)
     assert "resume=False to start over (its files move to before/), or another run_dir=." in str(refused.value)
-    resumes = not {"number", "batch_size", "drop_last"} & keywords.keys()
+    resumes = not said.startswith(("samples", "batch_size", "drop_last"))
     assert ("resume=True" in str(refused.value)) == resumes
     if resumes:
-        assert train(str(tmp_path), 5, resume=True, **keywords).made == [4, 5]
+        assert small(tmp_path, stop_at=5, resume=True, **keywords)[0] == [4, 5]
         assert f"ddp_loop: {tmp_path} continues with changes: {said}." in capsys.readouterr().out
     else:  # the position in an epoch means nothing there
         with pytest.raises(ValueError, match=said):
-            train(str(tmp_path), resume=True, **keywords)
+            small(tmp_path, resume=True, **keywords)
         assert files_of(tmp_path) == before
 
 

@@ -17,7 +17,7 @@ from tests.support.harness import OnRanks, caught
 from tests.support.refusals import loop_over, loss_of, network
 from tests.support.runs import ROWS, checkpoints_of, lines_of, rows_of, status_of
 
-pytestmark = [pytest.mark.covers("E5"), pytest.mark.on_gpus_too]
+pytestmark = pytest.mark.covers("E5")
 
 
 class Interrupted(Exception):
@@ -75,6 +75,7 @@ def run_cells(folder: str, how: str | None, shards: int | None) -> tuple[list[li
 @pytest.mark.parametrize("how", ["break", "an error", "an error before the fold", "an error in a shard"])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (3, None), (2, 3)])
 @pytest.mark.slow
+@pytest.mark.on_gpus_too
 def test_a_cell_that_is_run_again_resumes_from_the_newest_checkpoint(
     ranks: int, how: str, shards: int | None, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def start_over(folder: str) -> list[list[int]]:
         return [run_cell(world, folder, 3), run_cell(world, folder, resume=False)]
 
 
+@pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
 def test_a_cell_may_start_over_too(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, start_over, str(tmp_path)) == [[[1, 2, 3], [*range(1, 9)]]] * 2

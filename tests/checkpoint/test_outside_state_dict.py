@@ -64,7 +64,7 @@ def ends_of(model: nn.Module, folder: str, stop_at: int, change: Change) -> list
     return [modes, *values, [float(one.device != world.device) for one in model.buffers()]]
 
 
-def weights_of(folder: str, stop_at: int, mask: float) -> list[list[float]]:
+def weights_of(folder: str, stop_at: int, mask: float = 1.0) -> list[list[float]]:
     """The ends of a norm that is frozen after step 3."""
     torch.manual_seed(0)
     warmup = Warmup()
@@ -78,27 +78,9 @@ def weights_of(folder: str, stop_at: int, mask: float) -> list[list[float]]:
     return ends_of(model, folder, stop_at, change)
 
 
-@pytest.mark.covers("E5")
-@pytest.mark.on_gpus_too
-@pytest.mark.quick_on_gpus
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_modes_and_buffers_that_no_state_dict_has_are_the_whole_runs(
-    ranks: int, on_ranks: OnRanks, tmp_path: Path
-) -> None:
-    whole = on_ranks(ranks, weights_of, str(tmp_path / "whole"), 0, 1.0)[0]
-    assert whole[0] == [1.0, 1.0, 0.0, 1.0]
-    for stop_at in (1, 4):
-        folder = str(tmp_path / f"stopped {stop_at}")
-        on_ranks(ranks, weights_of, folder, stop_at, 1.0)
-        assert on_ranks(ranks, weights_of, folder, 0, 1.0) == [whole] * ranks
-
-
-def test_a_buffer_that_the_run_did_not_change_is_as_the_resumed_script_makes_it(
-    on_ranks: OnRanks, tmp_path: Path
-) -> None:
-    on_ranks(2, weights_of, str(tmp_path), 4, 1.0)
-    resumed = on_ranks(2, weights_of, str(tmp_path), 0, 0.5)[0]
-    assert [0.5] * 4 in resumed
+def test_a_buffer_that_the_run_did_not_change_is_as_the_resumed_script_makes_it(tmp_path: Path) -> None:
+    weights_of(str(tmp_path), 4)
+    assert [0.5] * 4 in weights_of(str(tmp_path), 0, 0.5)
 
 
 class Kept(nn.BatchNorm1d):
@@ -137,16 +119,17 @@ def frozen_weights_of(folder: str, stop_at: int) -> list[list[float]]:
 
 @pytest.mark.covers("E5")
 @pytest.mark.on_gpus_too
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_folded_statistics_data_caches_and_a_whole_model_in_evaluation_mode_are_the_whole_runs(
-    ranks: int, on_ranks: OnRanks, tmp_path: Path
+@pytest.mark.quick_on_gpus
+@pytest.mark.parametrize(("job", "modes"), [(weights_of, [1.0, 1.0, 0.0, 1.0]), (frozen_weights_of, [0.0] * 4)])
+def test_modes_buffers_statistics_and_caches_that_no_state_dict_has_are_the_whole_runs(
+    job: Callable[..., list[list[float]]], modes: list[float], on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    whole = on_ranks(ranks, frozen_weights_of, str(tmp_path / "whole"), 0)[0]
-    assert whole[0] == [0.0] * 4
+    whole = on_ranks(2, job, str(tmp_path / "whole"), 0)[0]
+    assert whole[0] == modes
     for stop_at in (1, 4):
         folder = str(tmp_path / f"stopped {stop_at}")
-        on_ranks(ranks, frozen_weights_of, folder, stop_at)
-        assert on_ranks(ranks, frozen_weights_of, folder, 0) == [whole] * ranks
+        on_ranks(2, job, folder, stop_at)
+        assert on_ranks(2, job, folder, 0) == [whole] * 2
 
 
 def counts_by_epoch(folder: str, stop_at: int) -> tuple[dict[str, Any], list[str]]:

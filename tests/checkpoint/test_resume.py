@@ -21,7 +21,7 @@ from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
 from tests.support.trained_runs import flip_tensors
 
 # torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
-pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.on_gpus_too]
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
 # -- everywhere ----------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.
 def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tmp_path: Path) -> None:
     whole = train(str(tmp_path / "whole"), build=build)
     assert whole.made == list(range(1, EPOCHS * STEPS + 1))
-    for at in whole.made if build == "usual" else (2, STEPS, STEPS + 1):
+    for at in (1, 3, STEPS, STEPS + 1, EPOCHS * STEPS) if build == "usual" else (2, STEPS, STEPS + 1):
         run = tmp_path / str(at)
         first = train(str(run), at, build)
         assert (first.stopped, first.made[-1], checkpoints_of(run)[-1]) == ("loop.stop()", at, at)
@@ -46,6 +46,7 @@ def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tm
 
 
 @pytest.mark.covers("E5")
+@pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
 def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(on_ranks: OnRanks, tmp_path: Path) -> None:
     (whole,) = on_ranks(1, train, "")
@@ -58,11 +59,11 @@ def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(on_ranks: On
 @pytest.mark.covers("E5", "H7")
 @pytest.mark.parametrize(("at", "build"), [(3, "usual"), (STEPS, "bfloat16")])
 @pytest.mark.slow
-@pytest.mark.both_exchanges
+@pytest.mark.on_gpus_too
 def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(2, train, "", build=build)[0]
     on_ranks(2, train, str(tmp_path / "begun"), at, build)
-    for ranks in (1, 3, 4):
+    for ranks in (1, 4):
         run = tmp_path / f"{ranks} ranks"
         shutil.copytree(tmp_path / "begun", run)
         for ended in on_ranks(ranks, train, str(run), build=build):
@@ -72,17 +73,14 @@ def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks:
 
 
 @pytest.mark.covers("E5", "H7")
-@pytest.mark.parametrize(("before", "after"), [(MEMORY, GLOO), (GLOO, MEMORY)])
-def test_a_run_goes_on_over_another_exchange_on_another_number_of_ranks(
-    before: str, after: str, on_ranks: OnRanks, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_over_another_exchange_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(1, train, "")[0]
-    with exchange_of(before):
-        on_ranks(2, train, str(tmp_path), 3)
-    with exchange_of(after):
-        for ended in on_ranks(3, train, str(tmp_path)):
-            assert ended.made == whole.made[3:]
-            assert different(whole, ended) == []
+    for ranks, exchange, until in ((2, MEMORY, 3), (3, GLOO, 6), (2, MEMORY, None)):
+        with exchange_of(exchange):
+            results = on_ranks(ranks, train, str(tmp_path), until)
+    for ended in results:
+        assert ended.made == whole.made[6:]
+        assert different(whole, ended) == []
 
 
 def read_sequences(folder: str, epochs: int) -> str:

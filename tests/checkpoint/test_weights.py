@@ -68,7 +68,7 @@ def test_each_part_has_memory_of_its_own(run: Path) -> None:
 
 
 def test_names_that_torch_compile_made_longer_are_the_models(tmp_path: Path) -> None:
-    kept, _ = train_run(tmp_path, 1, compiled=True)
+    kept = train_run(tmp_path, 1, compiled=True)
     assert any("_orig_mod." in name for name in weights.job_of(weights.read_checkpoint(tmp_path, say=print))["model"])
     loaded = dl.load(tmp_path)
     assert list(loaded) == list(kept[0])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info, random_split
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 import ddp_loop as dl
 from ddp_loop.data.fingerprints import difference, of
@@ -99,23 +99,14 @@ UNALIKE: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: Subset(Subset(Pairs(), list(range(rank, SIZE, 2))), range(12)),
         "the indices of the Subset, 12 numbers, has different values on rank 1",
     ),
-    "random_split": (
-        lambda rank: random_split(Pairs(), [12, 12], generator=torch.Generator().manual_seed(rank))[0],
-        "the indices of the Subset, 12 numbers, has different values on rank 1",
-    ),
     "a data set that splits itself": (
         lambda rank: Subset(Pairs(), range(rank, SIZE, 2)).__getitem__,
         r"sample 0\[0\], float32 \(4,\), has different values on rank 1",
-    ),
-    "another dtype": (
-        lambda rank: (tensors()[0].to((torch.float32, torch.float64)[rank]), tensors()[1]),
-        r"data\[0\] is float32 \(24, 4\) on rank 0, but float64 \(24, 4\) on rank 1",
     ),
     "another dtype of an array": (
         lambda rank: {"x": tensors()[0].numpy().astype(("f4", "f8")[rank])},
         r"data\['x'\] is float32 \(24, 4\) on rank 0, but float64 \(24, 4\) on rank 1",
     ),
-    "another shape": (lambda rank: torch.zeros(SIZE, 2 + rank), r"data is float32 \(24, 2\) on rank 0, but"),
     "other labels": (other_labels, r"data\[1\], int64 \(24,\), has different values on rank 1"),
     "other labels of a Subset of tensors": (
         lambda rank: Subset(TensorDataset(*other_labels(rank)), range(SIZE)),
@@ -283,14 +274,9 @@ def test_the_same_data_on_every_rank_are_accepted(tmp_path: Path, on_ranks: OnRa
     assert on_ranks(2, train_on_sound, tmp_path) == [15, 15]
 
 
-def make_batches_of_everything() -> None:
-    with dl.join_world() as world:
-        dl.Batches(Everything(), 6, world, collate_fn=list)
-
-
-def test_samples_of_any_kind_are_compared_as_far_as_they_can_be(on_ranks: OnRanks) -> None:
-    on_ranks(2, make_batches_of_everything)
+def test_samples_of_any_kind_are_compared_as_far_as_they_can_be() -> None:
     names = of("sample", Everything()[1])
+    assert difference([names, of("sample", Everything()[1])]) is None
     assert names["sample['picture']"][0] == "uint8 (3, 3)"
     assert names["sample['picture']"] != of("sample", Everything()[2])["sample['picture']"]
     assert names["sample['words'][1]"] != of("sample", Everything()[2])["sample['words'][1]"]

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 import ddp_loop as dl
 from ddp_loop.distributed import RankFailed
 from tests.support.harness import OnRanks
+from tests.support.own_data import made_steps
 
 SIZE, EPOCHS = 8, 2
 ROWS = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -88,42 +89,37 @@ def network() -> nn.Linear:
     return nn.Linear(3, 2).double()
 
 
-def train(name: str) -> list[float]:
-    with dl.join_world(seed=0) as world:
-        model = network()
-        sgd = torch.optim.SGD(model.parameters(), 0.5)
-        data, options, change = jobs(model)[name]
-        shuffle = None if name == "a stream" else False
-        batches = dl.Batches(data, SIZE, world, shards=4, shuffle=shuffle, **options)
-        for step in dl.Loop(batches, EPOCHS, state={"model": model, "sgd": sgd}, progress=False):
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
-            sgd.step()
-            change()
-        return model.weight.flatten().tolist()
+def train() -> dict[str, list[float]]:
+    """The weights of each job in the end."""
+    found = {}
+    for name in jobs(network()):
+        with dl.join_world(seed=0) as world:
+            model = network()
+            data, options, change = jobs(model)[name]
+            shuffle = None if name == "a stream" else False
+            batches = dl.Batches(data, SIZE, world, shards=4, shuffle=shuffle, **options)
+            for _ in made_steps(batches, model, EPOCHS, torch.optim.SGD(model.parameters(), 0.5)):
+                change()
+            found[name] = model.weight.flatten().tolist()
+    return found
 
 
 @pytest.mark.covers("B1")
-@pytest.mark.parametrize("name", ["a transform", "a collate_fn", "a stream", "a data set", "tensors"])
-def test_what_a_script_changes_between_steps_is_read_in_the_next_step(name: str, on_ranks: OnRanks) -> None:
-    (alone,) = on_ranks(1, train, name)
-    assert alone == pytest.approx(plain(name), rel=1e-12, abs=1e-12)
+def test_what_a_script_changes_between_steps_is_read_in_the_next_step(on_ranks: OnRanks) -> None:
+    (alone,) = on_ranks(1, train)
+    assert len(alone) == 5
+    for name, weights in alone.items():
+        assert weights == pytest.approx(plain(name), rel=1e-12, abs=1e-12), name
     for ranks in (2, 3):
-        assert on_ranks(ranks, train, name) == [alone] * ranks
+        assert on_ranks(ranks, train) == [alone] * ranks
 
 
 def train_on_growing_data(by: int) -> None:
     with dl.join_world() as world:
-        model = network()
         data = list(ROWS[:10])
-        batches = dl.Batches(data, 4, world)
-        for epoch in dl.Loop(batches, 3, state={"model": model}, progress=False).epochs():
-            for step in epoch:
-                for rows in step:
-                    step.backward(model(rows).square().mean())
-                step.fold()
-            data[min(10, 10 + by) :] = [ROWS[10]] * by
+        for step in made_steps(dl.Batches(data, 4, world), network(), 3):
+            if step.is_last_of_epoch:
+                data[min(10, 10 + by) :] = [ROWS[10]] * by
 
 
 @pytest.mark.parametrize(("by", "now"), [(5, 15), (-2, 8)])

@@ -15,7 +15,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, is_same, values_of
 from tests.support.harness import OnRanks
-from tests.support.own_data import of_rows, own_stream, rows_of
+from tests.support.own_data import made_steps, of_rows, own_stream, rows_of
 from tests.support.refusals import network
 from tests.support.snippets import blocks_of, run_python
 
@@ -127,15 +127,8 @@ def over_own_streams(
             dl.sync_batch_norm(model, world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
-        state = {"model": model, "optimizer": optimizer}
         seen = []
-        save = stop_at or None
-        loop = dl.Loop(batches, 2, state=state, progress=False, run_dir=folder or None, save_every=save)
-        for step in loop:
-            for _, rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
-            optimizer.step()
+        for step in made_steps(batches, model, 2, optimizer, run_dir=folder or None, save_every=stop_at or None):
             seen.append((step.iteration, step.samples, step.is_last_of_epoch))
             if stop_at and step.iteration == stop_at + 1:
                 break
@@ -165,79 +158,48 @@ def test_own_streams_resume_inside_and_after_an_epoch(
         assert left == unused
 
 
-def evaluated(
-    counts: list[int], kind: str, size: int
-) -> tuple[dict[str, float], float, list[float], dict[str, torch.Tensor]]:
-    """The loss by `evaluate`, by a plain `for`, by predictions, and the statistics by `update_bn`."""
+def evaluated(counts: list[int]) -> tuple[dict[str, float], float, torch.Tensor]:
+    """The loss of own streams by `evaluate`, its sum by a plain `for`, and a mean by `update_bn`."""
     with dl.join_world() as world:
-        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
-        data: Any = own_stream(world, counts)
-        if kind == "own":
-            data = torch.tensor(data.numbers, dtype=torch.int64), rows_of(data.numbers)
-        elif kind == "local":
-            data = torch.arange(sum(counts)), rows_of(list(range(sum(counts))))
-        partition = "own" if kind == "own" else "local"
-        batches = dl.Batches(data, size, world, partition=partition, shuffle=False)
+        norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        model = nn.Sequential(norm, *network())
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", shuffle=False)
         found = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, rows: output.square().mean(1))
         own = [model.eval()(rows).detach().square().sum() for _, rows in batches]
         total = world.sum(torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()).item()
-        predicted = [] if kind == "stream" else dl.predict(model, batches, forward=of_rows).flatten().tolist()
         dl.update_bn(model, batches, forward=of_rows)
-        return found, total, predicted, model.state_dict()
+        assert norm.running_mean is not None
+        return found, total, norm.running_mean
 
 
-@pytest.mark.parametrize(("counts", "kind"), [([8, 2], "stream"), ([8, 2], "own"), ([6, 5, 5], "local")])
-def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_ranks: OnRanks) -> None:
-    number, size = sum(counts), 4 if len(counts) == 2 else 9
-    results = on_ranks(len(counts), evaluated, counts, kind, size)
-    rows = rows_of(list(range(number)))
-    expected = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()).eval()(rows)
-    for found, total, predicted, state in results:
-        assert found["samples"] == number
-        assert found["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-12)
-        assert total == pytest.approx(expected.square().sum().item(), rel=1e-12)
-        assert kind == "stream" or predicted == pytest.approx(expected.flatten().tolist(), rel=1e-12)
-        if kind != "stream":  # its order is shuffled
-            parts = [
-                part.split(piece)
-                for part, piece in zip(rows.split(counts), dl.split_sizes(size, len(counts)), strict=True)
-            ]
-            means = [
-                torch.cat([piece for piece in pieces if piece is not None]).mean(0) for pieces in zip_longest(*parts)
-            ]
-            mean = torch.stack(means).mean(0)
-            torch.testing.assert_close(state["0.running_mean"], mean, rtol=1e-11, atol=0)
-        assert all(torch.equal(one, results[0][3][name]) for name, one in state.items())
+def test_evaluation_reads_each_sample_of_own_streams_once(on_ranks: OnRanks) -> None:
+    results = on_ranks(2, evaluated, [8, 2])
+    model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()).eval()
+    expected = model(rows_of(list(range(10)))).square()
+    for found, total, mean in results:
+        assert found["samples"] == 10
+        assert found["loss"] == pytest.approx(expected.mean().item(), rel=1e-12)
+        assert total == pytest.approx(expected.sum().item(), rel=1e-12)
+        assert torch.equal(mean, results[0][2])
 
 
-def in_one_mini_batch(counts: list[int], partition: str) -> tuple[int, list[int], Tensors]:
-    """How many mini-batches there are, this rank's samples, and the gradients."""
-    with dl.join_world(seed=0) as world:
+def statistics(counts: list[int], partition: str, size: int) -> torch.Tensor | None:
+    with dl.join_world() as world:
         numbers = own_stream(world, counts).numbers if partition == "own" else list(range(sum(counts)))
-        data = torch.tensor(numbers, dtype=torch.int64), rows_of(numbers)
-        batches, seen = dl.Batches(data, None, world, partition=partition), []
-        model = network()
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            for own, rows in step:
-                seen += own.tolist()
-                step.backward(model(rows).square().mean())
-            assert step.fold().samples == sum(counts) == batches.batch_size == sum(batches.sizes(0))
-        return len(batches), seen, gradients_of(model)
+        norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        dl.update_bn(norm, dl.Batches(rows_of(numbers), size, world, partition=partition, shuffle=False))
+        return norm.running_mean
 
 
-@pytest.mark.parametrize("partition", ["own", "local"])
-@pytest.mark.parametrize("counts", [[3, 0, 5], [1]])
-def test_without_a_batch_size_all_samples_are_one_mini_batch(
-    counts: list[int], partition: str, on_ranks: OnRanks
+@pytest.mark.parametrize(("counts", "partition", "size"), [([8, 2], "own", 4), ([6, 5, 5], "local", 9)])
+def test_statistics_are_those_of_the_mini_batches_of_all_parts(
+    counts: list[int], partition: str, size: int, on_ranks: OnRanks
 ) -> None:
-    model = network()
-    model(rows_of(list(range(sum(counts))))).square().mean().backward()
-    results = on_ranks(len(counts), in_one_mini_batch, counts, partition)
-    assert sorted(number for _, seen, _ in results for number in seen) == list(range(sum(counts)))
-    for rank, (steps, seen, gradients) in enumerate(results):
-        assert steps == 1
-        assert partition != "own" or sorted(seen) == list(range(sum(counts[:rank]), sum(counts[: rank + 1])))
-        torch.testing.assert_close(gradients, gradients_of(model), rtol=1e-10, atol=1e-12)
+    parts = rows_of(list(range(sum(counts)))).split(counts)
+    pieces = [part.split(piece) for part, piece in zip(parts, dl.split_sizes(size, len(counts)), strict=True)]
+    means = [torch.cat([one for one in shards if one is not None]).mean(0) for shards in zip_longest(*pieces)]
+    for mean in on_ranks(len(counts), statistics, counts, partition, size):
+        torch.testing.assert_close(mean, torch.stack(means).mean(0), rtol=1e-11, atol=0)
 
 
 def test_the_guides_on_policy_loop_makes_one_step_of_all_that_the_ranks_collected(

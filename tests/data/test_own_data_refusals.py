@@ -11,7 +11,7 @@ import torch
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.own_data import Own, own_stream
+from tests.support.own_data import Own, made_steps, own_stream
 from tests.support.refusals import ALL, Refused, network, samples
 
 pytestmark = pytest.mark.covers("A11", "A12")
@@ -56,11 +56,7 @@ def train(
         dl.predict(model, batches)
     if use is dl.evaluate:
         dl.evaluate(model, batches, loss=lambda output, *rest: output.mean())
-    for step in dl.Loop(batches, epochs, state={"model": model}, progress=False):
-        for shard in step:
-            rows = shard[1] if isinstance(shard, list | tuple) else shard
-            step.backward(model(rows).square().mean())
-        step.fold()
+    list(made_steps(batches, model, epochs))
 
 
 def refusals() -> list[str]:
@@ -86,12 +82,7 @@ class Broken(Own):
 
 def over_a_broken_stream(world: dl.World, folder: str, size: int) -> None:
     data = (Broken if world.rank == 1 else Own)(10 * world.rank, 10)
-    model = network()
-    batches = dl.Batches(data, size, world, partition="local")
-    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-        for _, rows in step:
-            step.backward(model(rows).square().mean())
-        step.fold()
+    list(made_steps(dl.Batches(data, size, world, partition="local"), network()))
 
 
 @pytest.mark.parametrize("size", [2, 6])  # the error comes in the first read, or while reading ahead
@@ -118,10 +109,7 @@ def test_an_own_stream_with_nan_is_named_by_its_rank(refused: Refused) -> None:
 def without_samples_beside_synced(world: dl.World, folder: str) -> None:
     model = dl.sync_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm1d(4)).double(), world)
     data: list[torch.Tensor] = list(samples(5)) if world.rank == 0 else []
-    for step in dl.Loop(dl.Batches(data, 4, world, partition="own"), 1, state={"model": model}, progress=False):
-        for rows in step:
-            step.backward(model(rows).square().mean())
-        step.fold()
+    list(made_steps(dl.Batches(data, 4, world, partition="own"), model))
 
 
 def test_a_data_set_without_samples_from_which_no_rows_can_be_made_is_named(refused: Refused) -> None:

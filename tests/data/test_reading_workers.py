@@ -49,13 +49,6 @@ def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, An
         return found
 
 
-def test_draws_depend_on_the_sample_and_not_on_mini_batch_shard_or_worker() -> None:
-    expected = draws(0, 4, 1, WORKERS["none"])
-    assert sorted(expected) == list(range(SIZE))
-    for workers in WORKERS.values():
-        assert draws(0, 3, 2, workers) == expected
-
-
 def test_draws_depend_on_sample_and_epoch_and_not_on_the_rank(on_ranks: OnRanks) -> None:
     expected = draws(1, 4, 1, {})
     together: Draws = {}

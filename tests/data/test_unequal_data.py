@@ -17,7 +17,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of
 from tests.support.documents import fenced_blocks
 from tests.support.harness import OnRanks
-from tests.support.own_data import own_stream, rows_of
+from tests.support.own_data import made_steps, own_stream, rows_of
 from tests.support.paths import DOCS
 from tests.support.refusals import network
 
@@ -30,19 +30,21 @@ Record = tuple[list[Step], list[tuple[int, ...] | None]]  # the steps of a rank;
 
 
 def train(
-    counts: list[int], size: int, until: str, epochs: int, *, layer: bool = False, sized: bool = False, **options: Any
-) -> Record:
-    """Train over the ranks' own data."""
+    counts: list[int], size: int | None, until: str, epochs: int, *, layer: bool = False, partition: str = "",
+    **options: Any,
+) -> Record:  # fmt: skip
+    """Train over the ranks' own streams, or over tensors in a partition."""
     with dl.join_world() as world:
         model: nn.Module = network()
         if layer:
             model = dl.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data: Any = own_stream(world, counts)
-        if sized:
-            numbers = data.numbers
+        if partition:
+            numbers = data.numbers if partition == "own" else list(range(sum(counts)))
             data = torch.tensor(numbers, dtype=torch.int64), rows_of(numbers)
-        batches = dl.Batches(data, size, world, partition="own" if sized else "local", until=until, **options)
+        batches = dl.Batches(data, size, world, partition=partition or "local", until=until, **options)
+        assert size or batches.batch_size == sum(counts) == sum(batches.sizes(0))
         loop = dl.Loop(
             batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
             allow_single_sample_shards=True,
@@ -86,22 +88,19 @@ def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
     return unions
 
 
-COUNTS = [[7, 3], [1000, 0], [13, 0, 6]]
-
-
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "partition", "size"),
+    [([7, 3], "", 4), ([7, 3], "own", 4), ([1000, 0], "", 64), ([13, 0, 6], "own", 6)],
+)
 def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
-    counts: list[int], sized: bool, on_ranks: OnRanks
+    counts: list[int], partition: str, size: int, on_ranks: OnRanks
 ) -> None:
-    size = 64 if 1000 in counts else 2 * len(counts)
-    results = on_ranks(len(counts), train, counts, size, "all", 2, sized=sized)
+    results = on_ranks(len(counts), train, counts, size, "all", 2, partition=partition)
     unions = assert_exact(results)
     steps = len(unions) // 2
-    piece = size // len(counts)
-    assert steps == -(-max(counts) // piece)
+    assert steps == -(-max(counts) // (size // len(counts)))
     for epoch in range(2):
         seen = Counter(number for union in unions[epoch * steps :][:steps] for number in union)
         assert seen == Counter(range(sum(counts)))
@@ -110,9 +109,20 @@ def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
         assert unused == [(0, True)] * 2
 
 
+@pytest.mark.parametrize(("counts", "partition"), [([3, 0, 5], "own"), ([3, 0, 5], "local"), ([1], "own")])
+def test_without_a_batch_size_all_samples_are_one_mini_batch(
+    counts: list[int], partition: str, on_ranks: OnRanks
+) -> None:
+    results = on_ranks(len(counts), train, counts, None, "all", 1, partition=partition)
+    (union,) = assert_exact(results)
+    assert sorted(union) == list(range(sum(counts)))
+    for rank, ((one,), _) in enumerate(results):
+        assert partition == "local" or sorted(one[1]) == list(range(sum(counts[:rank]), sum(counts[: rank + 1])))
+
+
 def test_until_first_ends_with_the_first_rank_and_counts_the_unused(on_ranks: OnRanks) -> None:
-    for sized in (False, True):
-        results = on_ranks(2, train, [7, 3], 4, "first", 2, sized=sized)
+    for partition in ("", "own"):
+        results = on_ranks(2, train, [7, 3], 4, "first", 2, partition=partition)
         assert [len(union) for union in assert_exact(results)] == [4, 3] * 2
         for _, unused in results:
             assert unused == [(3, True)] * 2
@@ -123,7 +133,7 @@ def test_until_first_ends_with_the_first_rank_and_counts_the_unused(on_ranks: On
 @pytest.mark.slow
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -> None:
     draw = random.Random(seed)
     counts = [draw.choice([0, 1, draw.randrange(40)]) for _ in range(4)]
@@ -139,23 +149,18 @@ def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -
     assert results[0][1] == [(sum(left), True)] * 2
 
 
-@pytest.mark.parametrize(("counts", "sized"), [([9, 3], False), ([9, 2], True)])
+@pytest.mark.parametrize(("counts", "partition"), [([9, 3], ""), ([9, 2], "own")])
 def test_synced_batch_norm_continues_where_a_rank_has_no_samples_left(
-    counts: list[int], sized: bool, on_ranks: OnRanks
+    counts: list[int], partition: str, on_ranks: OnRanks
 ) -> None:
-    assert_exact(on_ranks(2, train, counts, 6, "all", 2, layer=True, sized=sized), layer=True)
+    assert_exact(on_ranks(2, train, counts, 6, "all", 2, layer=True, partition=partition), layer=True)
 
 
 def reported(folder: str, counts: list[int], until: str) -> Any:
     with dl.join_world() as world:
-        model = network()
         batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
         assert batches.unused is None
-        loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder)
-        for step in loop:
-            for _, rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
+        list(made_steps(batches, network(), 2, run_dir=folder))
         return str(batches.unused)
 
 

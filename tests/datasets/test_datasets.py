@@ -3,6 +3,7 @@
 import math
 import sys
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,24 +256,23 @@ IMAGES, LABELS = torch.zeros(2, 1, 2, 2).byte(), torch.zeros(2).long()
 
 @pytest.mark.covers("A4")
 @pytest.mark.parametrize(
-    ("images", "labels", "names", "angles", "message"),
+    ("changes", "message"),
     [
-        (IMAGES, LABELS, ("b", "a"), None, r"must be sorted and unique.*Got \('b', 'a'\)"),
-        (IMAGES, LABELS, ("a", "a"), None, "must be sorted and unique"),
-        (IMAGES, LABELS - 1, ("a", "b"), None, "from 0. Got -1 to -1"),
-        (IMAGES, LABELS + 2, ("a", "b"), None, "from 0. Got 2 to 2"),
-        (IMAGES.float(), LABELS, ("a",), None, "images must be uint8.*torch.float32"),
-        (IMAGES[0], LABELS, ("a",), None, r"images must be.*\(1, 2, 2\)"),
-        (IMAGES, LABELS[:1], ("a",), None, r"labels of 2 images.*\(1,\)"),
-        (IMAGES, LABELS.float(), ("a",), None, "labels of 2 images.*torch.float32"),
-        (IMAGES, LABELS, ("a",), torch.zeros(1), r"angles of 2.*\(1,\)"),
+        ({"class_names": ("b", "a")}, r"must be sorted and unique.*Got \('b', 'a'\)"),
+        ({"class_names": ("a", "a")}, "must be sorted and unique"),
+        ({"labels": LABELS - 1}, "from 0. Got -1 to -1"),
+        ({"labels": LABELS + 2}, "from 0. Got 2 to 2"),
+        ({"images": IMAGES.float()}, "images must be uint8.*torch.float32"),
+        ({"images": IMAGES[0]}, r"images must be.*\(1, 2, 2\)"),
+        ({"labels": LABELS[:1]}, r"labels of 2 images.*\(1,\)"),
+        ({"labels": LABELS.float()}, "labels of 2 images.*torch.float32"),
+        ({"angles": torch.zeros(1)}, r"angles of 2.*\(1,\)"),
     ],
 )
-def test_names_labels_and_tensors_that_do_not_fit_together_are_refused(
-    images: torch.Tensor, labels: torch.Tensor, names: tuple[str, ...], angles: torch.Tensor | None, message: str
-) -> None:
+def test_names_labels_and_tensors_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    whole: dict[str, Any] = {"images": IMAGES, "labels": LABELS, "class_names": ("a", "b")}
     with pytest.raises(ValueError, match=message):
-        LabelledImages(images, labels, names, angles)
+        LabelledImages(**whole | changes)
 
 
 @pytest.mark.covers("A7")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.browsing import CHROMIUM, WIDE, Visit
-from tests.support.serving import WAIT_S, Served, row, served, write_run
+from tests.support.serving import WAIT_S, Served, served, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "one", [row(k) for k in range(1, 21)], status="stopped", iteration=20)
+    return write_run(tmp_path / "one", 20, status="stopped")
 
 
 @pytest.fixture
@@ -56,3 +57,10 @@ def visit(browser: Browser) -> Iterator[Any]:
     yield go
     assert [one.outward for one in visits] == [[]] * len(visits)
     assert [one.complaints for one in visits] == [[]] * len(visits)
+
+
+@pytest.fixture
+def show(visit: Any) -> Iterator[Any]:
+    """Serve the page of a folder until the test ends, and open it: `show(folder, size, scheme)`."""
+    with ExitStack() as pages:
+        yield lambda folder, *how, **more: visit(pages.enter_context(served(folder)), *how, **more)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_loop.checkpoint import RunFolder
 from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
 from tests.support.harness import until
-from tests.support.serving import served
 from tests.support.sweep_folders import write_sweep
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
@@ -59,16 +56,16 @@ def sweep(tmp_path: Path) -> Path:
 def screens(one: Visit) -> Iterator[str]:
     """Show the curves, a card with its table, and the results with a matrix, and yield the name of each."""
     yield "curves"
-    if one.page.locator("#unfold").is_visible():
+    if one.at("#unfold").is_visible():
         one.page.click("#unfold")
-    one.page.locator(".line[data-run='trials/0001'] .open").click()
-    one.page.locator("button[data-panel=tables]").click()
-    one.page.locator(".matrix").wait_for()
+    one.open_card("trials/0001")
+    one.at("button[data-panel=tables]").click()
+    one.at(".matrix").wait_for()
     yield "card"
     one.page.keyboard.press("Escape")
-    one.page.get_by_role("tab", name="Results").click()
-    one.page.get_by_role("button", name="Matrix trials/0001").click()
-    place = one.page.locator("#results .matrix-place")
+    one.tab("Results")
+    one.press("Matrix trials/0001")
+    place = one.at("#results .matrix-place")
     place.locator(".matrix").wait_for()
     place.locator("select").select_option("shares")
     until(lambda: place.locator("tbody tr").count() == 21, "the shares are shown")
@@ -77,21 +74,10 @@ def screens(one: Visit) -> Iterator[str]:
 
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_texts_have_contrast_heads_have_texts_and_labels_have_what_is_seen(
-    visit: Any, sweep: Path, size: tuple[int, int], scheme: str
+    show: Any, sweep: Path, size: tuple[int, int], scheme: str
 ) -> None:
-    with served(sweep) as page:
-        one = visit(page, size, scheme)
-        for screen in screens(one):
-            assert one.page.evaluate(FAINT, LEAST) == [], screen
-            assert one.page.evaluate(MUTE) == 0, screen
-            assert one.page.evaluate(MISNAMED) == [], screen
-
-
-def test_a_button_whose_text_changes_is_called_by_its_text(visit: Any, sweep: Path) -> None:
-    with closing(RunFolder(sweep / "trials" / "0100", {}, None)) as folder, served(sweep) as page:
-        folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
-        one = visit(page)
-        one.page.locator(".line[data-run='trials/0100'] .open").click()
-        one.page.get_by_role("button", name="Stop trials/0100").wait_for()
-        (folder.folder / "stop").write_text("the test")
-        one.page.get_by_role("button", name="Stopping… trials/0100").wait_for()
+    one = show(sweep, size, scheme)
+    for screen in screens(one):
+        assert one.page.evaluate(FAINT, LEAST) == [], screen
+        assert one.page.evaluate(MUTE) == 0, screen
+        assert one.page.evaluate(MISNAMED) == [], screen

@@ -17,7 +17,7 @@ from ddp_loop.checkpoint import FileLock
 from ddp_loop.monitor.continuing import CONTINUED, Continuations, command_of
 from tests.support.harness import until
 from tests.support.logged_files import python_command, write_start
-from tests.support.serving import row, write_run
+from tests.support.serving import write_run
 
 SCRIPT = """
 import json, os, sys
@@ -34,7 +34,7 @@ sys.exit(int(os.environ.get("CODE_OF_THE_TEST", "0")))
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A stopped run, and the script that began it in a folder of its own."""
-    run = write_run(tmp_path / "runs" / "one", [row(1)], status="stopped", iteration=1)
+    run = write_run(tmp_path / "runs" / "one", status="stopped")
     lab = tmp_path / "my lab"
     lab.mkdir()
     (lab / "train.py").write_text(SCRIPT)

@@ -45,9 +45,11 @@ def page(tmp_path: Path) -> Iterator[Served]:
     top = tmp_path / "lab"
     for number, name in enumerate(FOLDERS):
         rows = [row(k, **dict.fromkeys(METRICS, k + number)) for k in range(1, 41)]
-        run = write_run(top / name, rows, status="failed", why=f"{EVIL} {LONG}", steps_per_epoch=10, iteration=40)
         config = {EVIL: EVIL, "__proto__": LONG, "rate": number, LONG: 1}
-        (run / "run.json").write_text(json.dumps({"began": 1.0 + number, "config": config}))
+        run = write_run(
+            top / name, rows, began=1.0 + number, config=config, status="failed", why=f"{EVIL} {LONG}",
+            steps_per_epoch=10, iteration=40,
+        )  # fmt: skip
         add_texts(run, (1, EVIL, EVIL), (2, "__proto__", LONG), (3, LONG, LONG))
         add_image(run, 1, EVIL)
         add_image(run, 1, "__proto__")
@@ -67,7 +69,7 @@ def is_sound(one: Visit, width: int) -> bool:
     """Whether nothing of a name became markup, ran, or made the page wider than the window."""
     made = "#groups img, #list img, #legend img, #card img, #results img, dialog img, body script, main b.x"
     assert one.page.title() == "5 runs"
-    assert one.page.locator(made).count() == 0
+    assert one.at(made).count() == 0
     assert one.page.evaluate("({}).polluted === undefined && typeof Object.prototype.toString === 'function'")
     assert one.page.evaluate("document.documentElement.scrollWidth") == width
     return True
@@ -79,8 +81,8 @@ def wait_for_lines(drawn: Any, count: int) -> None:
 
 def chart(one: Visit, metric: str) -> Any:
     """The chart of a metric, whatever its name."""
-    names = one.page.locator(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
-    return one.page.locator(".chart").nth(names.index(metric))
+    names = one.at(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
+    return one.at(".chart").nth(names.index(metric))
 
 
 def come_to(one: Visit, metric: str) -> None:
@@ -93,40 +95,38 @@ def test_hostile_names_are_text_in_charts_legend_tip_list_and_card(
     visit: Any, page: Served, size: tuple[int, int]
 ) -> None:
     one = visit(page, size)
-    until(lambda: len(one.last("loss")) == 5, "all runs are drawn")
-    titles = one.page.locator(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
+    one.has_lines(5)
+    titles = one.at(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
     assert set(titles) == {"loss", *METRICS}
-    longest = one.page.locator(".title, .group > h2").evaluate_all(
-        "all => Math.max(...all.map((one) => one.offsetHeight))"
-    )
+    longest = one.at(".title, .group > h2").evaluate_all("all => Math.max(...all.map((one) => one.offsetHeight))")
     assert longest < 80  # three lines
     for metric in METRICS:
         come_to(one, metric)
         wait_for_lines(chart(one, metric), 5)
     assert is_sound(one, size[0])
 
-    one.page.locator(".chart[data-metric=loss]").scroll_into_view_if_needed()
-    box = one.page.locator(".chart[data-metric=loss] .u-over").bounding_box()
+    one.at(".chart[data-metric=loss]").scroll_into_view_if_needed()
+    box = one.at(".chart[data-metric=loss] .u-over").bounding_box()
     one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
-    until(lambda: one.page.locator(".chart[data-metric=loss] .tip p").count() == 6, "the tip has all runs")
-    said = one.page.locator(".chart[data-metric=loss] .tip .name").all_text_contents()
+    until(lambda: one.at(".chart[data-metric=loss] .tip p").count() == 6, "the tip has all runs")
+    said = one.texts(".chart[data-metric=loss] .tip .name")
     assert EVIL in said
-    tip = one.page.locator(".chart[data-metric=loss] .tip").bounding_box()
+    tip = one.at(".chart[data-metric=loss] .tip").bounding_box()
     assert tip["x"] >= 0
     assert tip["x"] + tip["width"] <= size[0]
-    assert EVIL in one.page.locator("#legend span").all_text_contents()
-    assert max(part.bounding_box()["width"] for part in one.page.locator("#legend button").all()) <= 240
+    assert EVIL in one.texts("#legend span")
+    assert max(part.bounding_box()["width"] for part in one.at("#legend button").all()) <= 240
     assert is_sound(one, size[0])
 
-    if one.page.locator("#unfold").is_visible():
-        one.page.locator("#unfold").click()
-    listed = one.page.locator(".lines .line")
+    if one.at("#unfold").is_visible():
+        one.at("#unfold").click()
+    listed = one.at(".lines .line")
     assert EVIL in listed.locator(".name").all_text_contents()
     assert EVIL in " ".join(listed.locator(".parameters").all_text_contents())
     assert max(part.bounding_box()["height"] for part in listed.all()) < 120
     for number in range(5):
         if not listed.nth(number).locator(".open").is_visible():
-            one.page.locator("#unfold").click()
+            one.at("#unfold").click()
         listed.nth(number).locator(".open").click()
         name = listed.nth(number).locator(".name").text_content()
         one.waits_for(".run h2 .name", name[:60])
@@ -139,9 +139,9 @@ def test_hostile_texts_images_tables_and_output_are_text_in_the_panels(
     visit: Any, page: Served, size: tuple[int, int]
 ) -> None:
     one = visit(page, size)
-    if one.page.locator("#unfold").is_visible():
-        one.page.locator("#unfold").click()
-    one.page.locator(".line[data-run='__proto__'] .open").click()
+    if one.at("#unfold").is_visible():
+        one.at("#unfold").click()
+    one.open_card("__proto__")
     for panel, place, said in (
         ("console", ".console-text", EVIL),
         ("usage", ".panel[data-panel=usage]", "rank 0"),
@@ -149,17 +149,17 @@ def test_hostile_texts_images_tables_and_output_are_text_in_the_panels(
         ("images", ".logged-image .title", EVIL),
         ("tables", ".matrix th", EVIL[:60]),  # longer labels are cut
     ):
-        one.page.locator(f".panel-bar [data-panel={panel}]").click()
+        one.at(f".panel-bar [data-panel={panel}]").click()
         one.waits_for(place, said)
         assert is_sound(one, size[0])
-        for image in one.page.locator(".logged-image").all():
+        for image in one.at(".logged-image").all():
             image.scroll_into_view_if_needed()  # images are drawn when they are seen
-        until(lambda: not one.page.locator(".logged-image:not([data-drawn])").count(), "all are drawn")
+        until(lambda: not one.at(".logged-image:not([data-drawn])").count(), "all are drawn")
 
 
-def test_hostile_names_in_files_of_charts_and_in_dialogs(visit: Any, page: Served) -> None:
+def test_hostile_names_in_files_of_charts_in_dialogs_and_in_the_results(visit: Any, page: Served) -> None:
     one = visit(page, SIZES[0])
-    until(lambda: len(one.last("loss")) == 5, "all runs are drawn")
+    one.has_lines(5)
     files = {}
     for metric in METRICS:
         come_to(one, metric)
@@ -168,7 +168,7 @@ def test_hostile_names_in_files_of_charts_and_in_dialogs(visit: Any, page: Serve
             with one.page.expect_download() as got:
                 chart(one, metric).locator(f".{kind}").click()
             files[metric, kind] = (got.value.suggested_filename, Path(got.value.path()).read_bytes())
-    assert not one.page.locator("#notice").is_visible()
+    assert not one.at("#notice").is_visible()
     for (metric, kind), (name, data) in files.items():
         assert name.endswith(f".{kind}")
         assert len(name) <= MOST_FILE
@@ -183,25 +183,22 @@ def test_hostile_names_in_files_of_charts_and_in_dialogs(visit: Any, page: Serve
             width, height = struct.unpack(">II", data[16:24])
             assert 100 < width <= SIZES[0][0]
             assert height < SIZES[0][1]
-    act_on = one.page.locator(".line[data-run='__proto__']")
+    one.tab("Results")
+    until(lambda: one.at(".trials tbody tr").count() == 5, "the table has all runs")
+    assert EVIL in " ".join(one.texts(".trials td, .trials th"))
+    assert is_sound(one, SIZES[0][0])
+    one.tab("Curves")
+    act_on = one.at(".line[data-run='__proto__']")
     act_on.hover()
     act_on.locator(".hide").click()
-    until(lambda: len(one.last("loss")) == 4, "it is hidden")
+    one.has_lines(4)
     one.page.reload()
-    until(lambda: one.page.locator(".chart[data-last]").count() and len(one.last("loss")) == 4, "it stays hidden")
-    line = one.page.locator(".lines .line:visible").first
+    until(lambda: one.at(".chart[data-last]").count() and len(one.last("loss")) == 4, "it stays hidden")
+    line = one.at(".lines .line:visible").first
     line.hover()
     line.locator(".edit").click()
-    assert one.page.locator("#naming").bounding_box()["width"] <= 640
-    one.page.get_by_label("Name", exact=True).fill("=cmd|' /C calc'!A0")
+    assert one.at("#naming").bounding_box()["width"] <= 640
+    one.fill("Name", "=cmd|' /C calc'!A0")
     one.page.keyboard.press("Enter")
     one.waits_for(".lines .name", "=cmd|")
-    assert is_sound(one, SIZES[0][0])
-
-
-def test_hostile_names_are_text_in_the_results(visit: Any, page: Served) -> None:
-    one = visit(page, SIZES[0])
-    one.page.get_by_role("tab", name="Results").click()
-    until(lambda: one.page.locator(".trials tbody tr").count() == 5, "the table has all runs")
-    assert EVIL in " ".join(one.page.locator(".trials td, .trials th").all_text_contents())
     assert is_sound(one, SIZES[0][0])

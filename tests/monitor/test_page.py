@@ -39,109 +39,106 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_second_passs_loss_is_among_losses_and_its_weight_is_no_metric(visit: Any, tmp_path: Path) -> None:
+def test_a_second_passs_loss_is_among_losses_and_its_weight_is_no_metric(show: Any, tmp_path: Path) -> None:
     lines = [row(k, weight=6.0, loss_2_weight=3.0, loss_2=0.5, accuracy=0.5) for k in range(1, 4)]
-    with served(write_run(tmp_path / "two", lines, status="done", iteration=3)) as page:
-        one = visit(page)
-        assert one.last("loss_2") == [[3, 0.5]]
-        charts = {
-            group.locator("h2").inner_text(): [
-                chart.get_attribute("data-metric") for chart in group.locator("[data-metric]").all()
-            ]
-            for group in one.page.locator(".group").all()
-        }
-        assert charts == {"Loss": ["loss", "loss_2"], "Metrics": ["accuracy"], "Steps": ["loss_2_weight", "weight"]}
+    one = show(write_run(tmp_path / "two", lines, status="done", iteration=3))
+    assert one.last("loss_2") == [[3, 0.5]]
+    charts = {
+        group.locator("h2").inner_text(): [
+            chart.get_attribute("data-metric") for chart in group.locator("[data-metric]").all()
+        ]
+        for group in one.at(".group").all()
+    }
+    assert charts == {"Loss": ["loss", "loss_2"], "Metrics": ["accuracy"], "Steps": ["loss_2_weight", "weight"]}
 
 
 @pytest.mark.covers("E4", "J7")
 def test_the_curves_end_with_the_last_row_evaluation_and_logged_value_and_keys_move_over_them(
-    visit: Any, run: Path
+    show: Any, run: Path
 ) -> None:
     lines = [{"epoch": 1, "iteration": k, "constructor": k / 4, "loss": 3.0, "elapsed_s": 1.0} for k in (100, 300)]
     write_lines(run / "logged.jsonl", [*lines, {"epoch": 1, "iteration": 400, "a": 2.5, "elapsed_s": 1.0}])
-    with served(run) as page:
-        one = visit(page)
-        assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 3.0]]
-        assert one.last("accuracy") == [[400, 1 - 1 / 400], [400, 0.94]]
-        assert (one.last("learning_rate"), one.last("a")) == ([[400, 0.1]], [[400, 2.5]])
-        assert one.last("constructor") == [[300, 75.0]]
-        assert one.page.locator(".group > h2").all_inner_texts() == ["Loss", "Metrics", "Optimizer"]
-        assert (one.text(".says"), one.text(".percent")) == ("done at step 400, checkpoint saved", "100 %")
-        facts = dict(zip(*(one.page.locator(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
-        assert [facts[name] for name in ("Epoch", "Ranks", "Device", "Elapsed")] == ["4 of 4", "2", "cpu", "0:04"]
-        assert one.page.locator(".ranks li").count() == 2
+    one = show(run)
+    assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 3.0]]
+    assert one.last("accuracy") == [[400, 1 - 1 / 400], [400, 0.94]]
+    assert (one.last("learning_rate"), one.last("a")) == ([[400, 0.1]], [[400, 2.5]])
+    assert one.last("constructor") == [[300, 75.0]]
+    assert one.at(".group > h2").all_inner_texts() == ["Loss", "Metrics", "Optimizer"]
+    assert (one.text(".says"), one.text(".percent")) == ("done at step 400, checkpoint saved", "100 %")
+    facts = dict(zip(*(one.at(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+    assert [facts[name] for name in ("Epoch", "Ranks", "Device", "Elapsed")] == ["4 of 4", "2", "cpu", "0:04"]
+    assert one.at(".ranks li").count() == 2
 
-        reached = []
-        for _ in range(12):
-            one.page.keyboard.press("Tab")
-            reached.append(
-                one.page.evaluate(
-                    "((one) => one.id || one.name || one.dataset.metric || one.className)(document.activeElement)"
-                )
+    reached = []
+    for _ in range(12):
+        one.page.keyboard.press("Tab")
+        reached.append(
+            one.page.evaluate(
+                "((one) => one.id || one.name || one.dataset.metric || one.className)(document.activeElement)"
             )
-        charts = [name for metric in ("loss", "a") for name in (metric, "csv", "png", "log")]
-        assert reached == ["edit", "smoothing", "axis", "scale", "marks", *charts[:7]]
-        whole = one.page.get_by_role("button", name="Whole run")
-        one.page.locator(LOSS).focus()
-        one.page.keyboard.press("Home")
-        assert (one.text(f"{LOSS} .step"), one.text(f"{LOSS} .line")) == ("step 1", "1")
-        one.page.keyboard.press("End")
-        one.page.keyboard.press("+")
-        assert whole.is_visible()
-        one.page.keyboard.press("0")
-        assert not whole.is_visible()
-        assert "loss" in one.page.locator(LOSS).get_attribute("aria-label")
-        one.page.locator("[data-metric=constructor]").focus()
-        for key in ("Home", "+", "+", "End", "-", "ArrowLeft", "0"):
-            one.page.keyboard.press(key)
-            assert "NaN" not in one.page.locator("#groups").inner_text()
-        append_lines(run / "rows.jsonl", [row(401, accuracy=0.25, learning_rate=0.1)])
-        until(lambda: one.last("accuracy")[0] == [401, 0.25], "the new row is drawn")
-        assert one.last("loss")[0] == [401, 1 / 401]
+        )
+    charts = [name for metric in ("loss", "a") for name in (metric, "csv", "png", "log")]
+    assert reached == ["edit", "smoothing", "axis", "scale", "marks", *charts[:7]]
+    whole = one.page.get_by_role("button", name="Whole run")
+    one.at(LOSS).focus()
+    one.page.keyboard.press("Home")
+    assert (one.text(f"{LOSS} .step"), one.text(f"{LOSS} .line")) == ("step 1", "1")
+    one.page.keyboard.press("End")
+    one.page.keyboard.press("+")
+    assert whole.is_visible()
+    one.page.keyboard.press("0")
+    assert not whole.is_visible()
+    assert "loss" in one.at(LOSS).get_attribute("aria-label")
+    one.at("[data-metric=constructor]").focus()
+    for key in ("Home", "+", "+", "End", "-", "ArrowLeft", "0"):
+        one.page.keyboard.press(key)
+        assert "NaN" not in one.at("#groups").inner_text()
+    append_lines(run / "rows.jsonl", [row(401, accuracy=0.25, learning_rate=0.1)])
+    until(lambda: one.last("accuracy")[0] == [401, 0.25], "the new row is drawn")
+    assert one.last("loss")[0] == [401, 1 / 401]
 
 
 @pytest.mark.covers("E4")
-def test_scale_smoothing_epoch_marks_zoom_and_what_is_left_of_a_removed_folder(visit: Any, run: Path) -> None:
+def test_scale_smoothing_epoch_marks_zoom_and_what_is_left_of_a_removed_folder(show: Any, run: Path) -> None:
     with (run / "rows.jsonl").open("a") as file:
         file.write('no row\n{"iteration": 401, "lo')
-    with served(run) as page:
-        one = visit(page)
-        problems = one.page.locator(".problems li").all_inner_texts()
-        assert [problem.split(":")[1].split(",")[0] for problem in problems] == [
-            " 1 line cannot be read",
-            " the last line is half-written and left out (22 bytes)",
-        ]
-        assert one.chart("loss", "scale") == "linear"
-        one.page.get_by_label("log", exact=True).check()
-        assert one.chart("loss", "scale") == "log"
-        assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4]]
-        one.page.get_by_label("Smoothing").select_option("30")
-        until(lambda: len(one.last("loss")) == 3, "the smoothed curve is there")
-        raw, smooth, _ = one.last("loss")
-        assert (raw, smooth[0]) == ([400, 1 / 400], 400)
-        assert 1 / 400 < smooth[1] < 1 / 300  # the mean of the values before
-        marked = one.ink("loss")
-        one.page.get_by_label("Epochs").uncheck()
-        assert 1000 < one.ink("loss") < marked
-        box = one.page.locator(f"{LOSS} .u-over").bounding_box()
-        one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
-        one.page.mouse.down()
-        one.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 50, steps=3)
-        one.page.mouse.up()
-        until(lambda: int(one.chart("loss", "points")) < 120, "a part is shown")
-        assert 295 <= one.last("loss")[0][0] <= 305
-        assert 95 <= int(one.chart("loss", "points") or 0) <= 110  # the other pictures zoom as far, and once
-        one.page.get_by_role("button", name="Whole run").click()
-        until(lambda: one.last("loss")[0][0] == 400, "all is shown")
-        shutil.rmtree(run)
-        one.waits_for(".says", "this run folder was removed")
-        assert one.last("loss")[0] == [400, 1 / 400]
+    one = show(run)
+    problems = one.at(".problems li").all_inner_texts()
+    assert [problem.split(":")[1].split(",")[0] for problem in problems] == [
+        " 1 line cannot be read",
+        " the last line is half-written and left out (22 bytes)",
+    ]
+    assert one.chart("loss", "scale") == "linear"
+    one.page.get_by_label("log", exact=True).check()
+    assert one.chart("loss", "scale") == "log"
+    assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4]]
+    one.page.get_by_label("Smoothing").select_option("30")
+    one.has_lines(3)
+    raw, smooth, _ = one.last("loss")
+    assert (raw, smooth[0]) == ([400, 1 / 400], 400)
+    assert 1 / 400 < smooth[1] < 1 / 300  # the mean of the values before
+    marked = one.ink("loss")
+    one.page.get_by_label("Epochs").uncheck()
+    assert 1000 < one.ink("loss") < marked
+    box = one.at(f"{LOSS} .u-over").bounding_box()
+    one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    one.page.mouse.down()
+    one.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 50, steps=3)
+    one.page.mouse.up()
+    until(lambda: int(one.chart("loss", "points")) < 120, "a part is shown")
+    assert 295 <= one.last("loss")[0][0] <= 305
+    assert 95 <= int(one.chart("loss", "points") or 0) <= 110  # the other pictures zoom as far, and once
+    one.press("Whole run")
+    until(lambda: one.last("loss")[0][0] == 400, "all is shown")
+    shutil.rmtree(run)
+    one.waits_for(".says", "this run folder was removed")
+    assert one.last("loss")[0] == [400, 1 / 400]
 
 
 @pytest.mark.covers("J11")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_all_without_scrolling_sideways_and_a_profile_when_it_comes(
-    visit: Any, run: Path, scheme: str
+    show: Any, run: Path, scheme: str
 ) -> None:
     times = {"step_s": 0.03, "phases": {"data": 0.02, "forward": 0.01}}
     profile = {
@@ -150,30 +147,29 @@ def test_a_phone_shows_all_without_scrolling_sideways_and_a_profile_when_it_come
         "ranks": [{"rank": rank, **times} for rank in range(2)],
         "hints": ["67 % of the step waits for <b>data</b>."],
     }
-    with served(run) as page:
-        one = visit(page, PHONE, scheme)
-        assert not one.page.locator(".profile").is_visible()
-        (run / "profile").mkdir()
-        (run / "profile" / "profile.json").write_text(json.dumps(profile))
-        one.waits_for(".profile h3", f"Milliseconds per step: {profile['heading']}")
-        rows = [line.locator("th, td").all_inner_texts() for line in one.page.locator(".profile tr").all()]
-        assert rows == [
-            ["rank", "step", "data", "forward"],
-            ["0", "30.00", "20.00", "10.00"],
-            ["1", "30.00", "20.00", "10.00"],
-            ["share", "", "67 %", "33 %"],
-        ]
-        assert one.page.locator(".profile li").all_inner_texts() == profile["hints"]
-        widths = one.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-        assert widths == [375, 375]
-        too_wide = one.page.evaluate(
-            "[...document.querySelectorAll('body *')].filter((one) => one.getBoundingClientRect().right > 376 "
-            "&& !one.closest('.plot, .group > h2')).map((one) => one.className)"
-        )
-        assert too_wide == []
-        assert one.page.locator(".chart canvas").first.bounding_box()["width"] > 300
-        ground = one.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert ground == {"light": "rgb(245, 246, 248)", "dark": "rgb(17, 21, 26)"}[scheme]
+    one = show(run, PHONE, scheme)
+    assert not one.at(".profile").is_visible()
+    (run / "profile").mkdir()
+    (run / "profile" / "profile.json").write_text(json.dumps(profile))
+    one.waits_for(".profile h3", f"Milliseconds per step: {profile['heading']}")
+    rows = [line.locator("th, td").all_inner_texts() for line in one.at(".profile tr").all()]
+    assert rows == [
+        ["rank", "step", "data", "forward"],
+        ["0", "30.00", "20.00", "10.00"],
+        ["1", "30.00", "20.00", "10.00"],
+        ["share", "", "67 %", "33 %"],
+    ]
+    assert one.at(".profile li").all_inner_texts() == profile["hints"]
+    widths = one.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert widths == [375, 375]
+    too_wide = one.page.evaluate(
+        "[...document.querySelectorAll('body *')].filter((one) => one.getBoundingClientRect().right > 376 "
+        "&& !one.closest('.plot, .group > h2')).map((one) => one.className)"
+    )
+    assert too_wide == []
+    assert one.at(".chart canvas").first.bounding_box()["width"] > 300
+    ground = one.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(245, 246, 248)", "dark": "rgb(17, 21, 26)"}[scheme]
 
 
 # -- the link ----------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def test_without_its_token_the_page_asks_for_it(browser: Browser, run: Path) -> 
         for address, notice in (("", "needs the whole link"), ("/#token=wrong", "The token is wrong")):
             one.page.goto(page.base + address)
             one.waits_for("#notice", notice)
-            assert not one.page.locator(".run, .line").filter(visible=True).count()
+            assert not one.at(".run, .line").filter(visible=True).count()
         one.context.close()
         assert one.outward == []
 

@@ -50,11 +50,11 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
     runs = RunList([top])
     missing = "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
     assert runs_of(runs.look())["sweep"]["says"] == missing
-    write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
-    write_run(top / "deep" / "below" / "it", [row(1)], status="done", iteration=1)
-    write_run(top / "deep" / "below" / "it" / "too", [row(1)], status="done", iteration=1)
-    write_run(top / "trials" / "0000" / "before" / "1", [row(1)])
-    write_run(top / ".hidden", [row(1)])
+    write_run(top / "trials" / "0000", status="done")
+    write_run(top / "deep" / "below" / "it", status="done")
+    write_run(top / "deep" / "below" / "it" / "too", status="done")
+    write_run(top / "trials" / "0000" / "before" / "1")
+    write_run(top / ".hidden")
     now = runs.look()
     assert list(runs_of(now)) == ["deep/below/it", "deep/below/it/too", "trials/0000"]
     assert json.loads(now.changes(0))["removed"] == ["sweep"]
@@ -71,7 +71,7 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
 @pytest.mark.covers("E4")
 def test_the_page_finds_the_runs_that_the_command_finds(tmp_path: Path) -> None:
     for name in ("a", "a/below", "b/c/d", "before/x", "tables/x", "again/x", ".x/y", "checkpoints/x", "pictures/x"):
-        write_run(tmp_path / "top" / name, [row(1)])
+        write_run(tmp_path / "top" / name)
     (tmp_path / "top" / "link").symlink_to(tmp_path / "top" / "a")
     found = [str(path.relative_to(tmp_path / "top")) for path in find_runs(tmp_path / "top")]
     assert list(runs_of(RunList([tmp_path / "top"]).look())) == found == ["a", "a/below", "b/c/d"]
@@ -80,7 +80,7 @@ def test_the_page_finds_the_runs_that_the_command_finds(tmp_path: Path) -> None:
 
 def test_a_removed_run_leaves_the_list_and_comes_back_under_its_key(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_run(tmp_path / name, [row(1)], status="done", iteration=1)
+        write_run(tmp_path / name, status="done")
     runs = RunList([tmp_path])
     first = runs.look()
     shutil.rmtree(tmp_path / "a")
@@ -89,7 +89,7 @@ def test_a_removed_run_leaves_the_list_and_comes_back_under_its_key(tmp_path: Pa
         "version": second.version, "all": False, "folders": [str(tmp_path)], "removed": ["a"], "runs": [],
     }  # fmt: skip
     assert runs.folder_of("a") is None
-    write_run(tmp_path / "a", [row(1), row(2)], status="done", iteration=2)
+    write_run(tmp_path / "a", 2, status="done")
     third = runs.look()
     event = json.loads(third.changes(second.version))
     assert (event["removed"], [run["iteration"] for run in event["runs"]]) == ([], [2])
@@ -104,7 +104,7 @@ def test_keys_are_unique_stable_and_fit_an_address(tmp_path: Path) -> None:
         "rate=0.1,x": "rate=0.1,x", "stop": "stop-", "x%2fy": "x-2fy",
     }  # fmt: skip
     for name in keys:
-        write_run(tmp_path / "top" / name, [row(1)])
+        write_run(tmp_path / "top" / name)
     runs = RunList([tmp_path / "top"])
     assert {run["name"]: key for key, run in runs_of(runs.look()).items()} == keys
     shutil.rmtree(tmp_path / "top" / "a b")
@@ -113,14 +113,14 @@ def test_keys_are_unique_stable_and_fit_an_address(tmp_path: Path) -> None:
 
 def test_runs_of_two_folders_have_different_names_and_a_run_given_twice_is_one(tmp_path: Path) -> None:
     for name in ("a/run", "b/run"):
-        write_run(tmp_path / name, [row(1)])
+        write_run(tmp_path / name)
     assert list(runs_of(RunList([tmp_path / "a", tmp_path / "b"]).look())) == ["a/run", "b/run"]
     given = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run", tmp_path / "a"]
     assert list(runs_of(RunList(given).look())) == ["run", "run-2"]
 
 
 def test_folders_that_have_not_changed_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path / "old" / "a", [row(1)])
+    write_run(tmp_path / "old" / "a")
     for folder in (tmp_path / "old" / "a", tmp_path / "old", tmp_path):
         os.utime(folder, (1, 1))
     runs = RunList([tmp_path])
@@ -135,7 +135,7 @@ def test_folders_that_have_not_changed_are_not_listed_again(tmp_path: Path, monk
     monkeypatch.setattr(run_list, "list_folder", listing)
     runs.look()
     assert listed == []
-    write_run(tmp_path / "old" / "b", [row(1)])
+    write_run(tmp_path / "old" / "b")
     assert list(runs_of(runs.look())) == ["old/a", "old/b"]
     assert listed == [f"{tmp_path}/old", f"{tmp_path}/old/b"]
 
@@ -144,12 +144,12 @@ def test_folders_that_have_not_changed_are_not_listed_again(tmp_path: Path, monk
 
 
 def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "one", [row(k, accuracy=k / 40) for k in range(1, 21)], status="done", iteration=20,
-                       epochs=1, steps_per_epoch=20, checkpoint="step-00000020")  # fmt: skip
+    folder = write_run(tmp_path / "one", [row(k, accuracy=k / 40) for k in range(1, 21)], began=7.5,
+                       config={"rate": 0.1, "deep": {"x": 1}, "on": True}, status="done", iteration=20, epochs=1,
+                       steps_per_epoch=20, checkpoint="step-00000020")  # fmt: skip
     write_lines(folder / "evaluations.jsonl", [{"epoch": 1, "iteration": 20, "accuracy": 0.5, "samples": 100}])
     logged = [{"epoch": 1, "iteration": at, "elapsed_s": 0, "f1": at / 80, "loss": 9.0} for at in (20, 10)]
     write_lines(folder / "logged.jsonl", logged[::-1])  # a loss of the script's is not the curve's
-    (folder / "run.json").write_text(json.dumps({"began": 7.5, "config": {"rate": 0.1, "deep": {"x": 1}, "on": True}}))
     (folder / "note.txt").write_text("the good one")
     (folder / "tables").mkdir()
     (folder / "tables" / "confusion.json").write_text("{}")
@@ -208,7 +208,7 @@ def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(t
 
 
 def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    folder = write_run(tmp_path / "one", status="done")
     kinds = '{"parameters": 3, "config": 3, "attempts": [4], "status": ["x"], "value": "y", "began": "z"}'
     for text in ("[", "[1]", '"x"', kinds):
         (folder / "trial.json").write_text(text)
@@ -220,7 +220,7 @@ def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path) -> None:
 def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    run = write_run(tmp_path / "one", status="done")
     summary = RunSummary("one", "one", run)
     assert summary.look(time.monotonic() + 9)
     read: list[str] = []
@@ -245,7 +245,7 @@ def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
 
 
 def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    run = write_run(tmp_path / "one", status="done")
     summary = RunSummary("one", "one", run)
     assert summary.look(time.monotonic() - 1)
     assert (summary.is_behind, summary.said["state"], summary.said["last"]) == (True, "done", {})
@@ -260,7 +260,7 @@ def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> Non
 @pytest.mark.covers("E4")
 def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: Path) -> None:
     for number in range(1000):
-        write_run(tmp_path / "trials" / f"{number:04}", [row(k) for k in range(1, 4)], status="done", iteration=3)
+        write_run(tmp_path / "trials" / f"{number:04}", 3, status="done")
     runs = RunList([tmp_path])
     while any(run.is_behind for run in runs._runs.values()) or not runs._runs:
         runs.look()
@@ -279,9 +279,9 @@ def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: 
 @pytest.mark.covers("E4")
 def test_a_request_can_name_each_run_below_a_folder_and_nothing_else(tmp_path: Path) -> None:
     top = tmp_path / "top"
-    write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
-    write_run(top / "trials" / "0001", [row(1), row(2)], status="done", iteration=2)
-    write_run(tmp_path / "outside", [row(1)], status="done", iteration=1)
+    write_run(top / "trials" / "0000", status="done")
+    write_run(top / "trials" / "0001", 2, status="done")
+    write_run(tmp_path / "outside", status="done")
     with served(top) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
         for key in ("trials/0001", "trials%2F0001"):
             assert client.get(f"/api/runs/{key}").json()["rows"] == 2
@@ -295,7 +295,7 @@ def test_a_request_can_name_each_run_below_a_folder_and_nothing_else(tmp_path: P
 
 def test_known_runs_are_found_while_another_thread_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
-        write_run(tmp_path / name, [row(1)])
+        write_run(tmp_path / name)
     runs = RunList([tmp_path])
     runs.look()
     found: list[Path | None] = []

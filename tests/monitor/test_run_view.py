@@ -81,7 +81,7 @@ def test_the_curves_of_the_metrics_that_were_asked_for_come_with_the_names_of_al
 
 
 def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> None:
-    view = RunView("long", write_run(tmp_path / "long", [row(k) for k in range(1, 20_001)]))
+    view = RunView("long", write_run(tmp_path / "long", 20_000))
     until(lambda: view.summary()["rows"] == 20_000, "all rows are read")
     whole = view.curves(points=500, smoothing=0, first=0, last=10**12)
     assert len(whole["x"]) <= 500
@@ -125,10 +125,10 @@ def test_the_end_of_a_run_is_described_in_words(tmp_path: Path, status: dict[str
 @pytest.mark.covers("J6")
 def test_the_way_on_is_the_command_that_started_the_run(tmp_path: Path) -> None:
     start = ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py", "--run", "the one"]
-    run = write_run(tmp_path / "one", [row(1)], status="stopped", start=start, directory="/home/my lab")
+    run = write_run(tmp_path / "one", status="stopped", start=start, directory="/home/my lab")
     way = "cd '/home/my lab' && python -m ddp_loop run --ranks 2 train.py --run 'the one'"
     assert RunView("one", run).summary()["continue"] == way
-    long = write_run(tmp_path / "two", [row(1)], status="stopped", start=[*start, "x" * 30_000], directory="/lab")
+    long = write_run(tmp_path / "two", status="stopped", start=[*start, "x" * 30_000], directory="/lab")
     assert len(RunView("two", long).summary()["continue"]) < 300
 
 
@@ -171,13 +171,13 @@ def test_missing_and_unreadable_files_are_reported(client: httpx.Client, run: Pa
     assert (said["says"], said["rows"]) == ("this run folder was removed", 21)
     assert client.get("/api/runs/one/curves").json()["x"][-1] == 21  # what was read stays
     assert client.post("/api/runs/one/stop").status_code == 409
-    write_run(run, [row(1)], status="done", iteration=1)
+    write_run(run, status="done")
     said = until(lambda: (said := look())["state"] == "done" and said, "another run of this folder")
     assert (said["rows"], said["problems"]) == (1, [])
 
 
 def test_a_resumed_run_is_read_again_and_evaluations_that_are_gone_are_news(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "one", [row(k) for k in range(1, 21)])
+    run = write_run(tmp_path / "one", 20)
     write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 3, "elapsed_s": 0.1, "accuracy": 0.5}])
     view = RunView("one", run)
     before = view.summary()["version"]
@@ -215,7 +215,7 @@ def test_looking_at_a_run_folder_takes_no_lock_that_a_run_needs(run: Path, monke
 
 @pytest.mark.covers("J7")
 def test_logged_values_have_their_own_steps_and_are_thinned_out(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "one", [row(k) for k in range(1, 21)])
+    run = write_run(tmp_path / "one", 20)
     lines: list[dict[str, Any]] = [
         {"epoch": 1, "iteration": k, "often": k / 2, "elapsed_s": 1.0} for k in range(1, 5001)
     ]

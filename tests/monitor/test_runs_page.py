@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,23 @@ def write_sweep(top: Path, count: int, steps: int = 20) -> Path:
     """Run folders of a sweep, whose last loss is (5 number) mod 7 + 1, and whose rate is one of three."""
     for number in range(count):
         loss = 5 * number % 7 + 1
-        folder = write_run(
+        write_run(
             top / "trials" / f"{number:04}",
-            [row(k, loss=loss + 1 - k / steps, accuracy=0.5) for k in range(1, steps + 1)],
+            [row(k, loss=loss + 1 - k / steps, accuracy=0.5) for k in range(1, steps + 1)], began=1000.0 + number,
+            config={"rate": (0.1, 0.1234567890123, 0.5)[number % 3], "momentum": 0.9},
             status="stopped" if number % 4 == 3 else "done", iteration=steps, checkpoint=f"step-{steps:08}", epochs=1,
             steps_per_epoch=steps,
         )  # fmt: skip
-        config = {"rate": (0.1, 0.1234567890123, 0.5)[number % 3], "momentum": 0.9}
-        (folder / "run.json").write_text(json.dumps({"began": 1000.0 + number, "config": config}))
     return top
 
 
 def lines(one: Visit) -> list[str]:
     """The names of the lines that are shown, in their order, also of those that are scrolled out of sight."""
-    return one.page.locator(".lines .line:visible .name").all_text_contents()
+    return one.texts(".lines .line:visible .name")
 
 
 def checked(one: Visit) -> list[str]:
-    boxes = one.page.locator(".show:checked").all()
+    boxes = one.at(".show:checked").all()
     return [str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes]
 
 
@@ -64,103 +62,100 @@ FOUND: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        assert lines(one) == trials(*range(12))
-        assert checked(one) == trials(*range(2, 12))
-        until(lambda: len(one.last("loss")) == 10, "all ten are drawn")
-        line = one.page.locator(".line[data-run='trials/0003']")
-        assert [line.locator(part).inner_text() for part in (".state", ".value")] == ["stopped", "2"]
-        assert line.locator(".parameters").inner_text() == "rate=0.1"  # momentum is the same in all
-        long = one.page.locator(".line[data-run='trials/0004'] .parameters")
-        assert (long.inner_text(), "rate=0.1234567890123" in str(long.get_attribute("title"))) == ("rate=0.1235", True)
-        assert (one.text("#count"), one.page.title()) == ("12 runs", "12 runs")
-        assert not one.page.locator(".run, #unfold").filter(visible=True).count()
-        assert one.page.get_by_role("tab", selected=True).inner_text() == "Curves"
+def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: Any, sweep: Path) -> None:
+    one = show(sweep)
+    assert lines(one) == trials(*range(12))
+    assert checked(one) == trials(*range(2, 12))
+    one.has_lines(10)
+    line = one.at(".line[data-run='trials/0003']")
+    assert [line.locator(part).inner_text() for part in (".state", ".value")] == ["stopped", "2"]
+    assert line.locator(".parameters").inner_text() == "rate=0.1"  # momentum is the same in all
+    long = one.at(".line[data-run='trials/0004'] .parameters")
+    assert (long.inner_text(), "rate=0.1234567890123" in str(long.get_attribute("title"))) == ("rate=0.1235", True)
+    assert (one.text("#count"), one.page.title()) == ("12 runs", "12 runs")
+    assert not one.at(".run, #unfold").filter(visible=True).count()
+    assert one.page.get_by_role("tab", selected=True).inner_text() == "Curves"
 
-        search = one.page.get_by_label("Search runs")
-        for text, found in FOUND.items():
-            search.fill(text)
-            assert lines(one) == trials(*found), text
-            clears = "" if found else ". Empty the search to see all."
-            assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
-            assert one.text("#states") == "9 done · 3 stopped"
-        search.fill("rate<x")
-        assert one.text("#count") == "0 of 12 runs. x is no number. Empty the search to see all."
-        search.fill("")
+    search = one.page.get_by_label("Search runs")
+    for text, found in FOUND.items():
+        search.fill(text)
+        assert lines(one) == trials(*found), text
+        clears = "" if found else ". Empty the search to see all."
+        assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
+        assert one.text("#states") == "9 done · 3 stopped"
+    search.fill("rate<x")
+    assert one.text("#count") == "0 of 12 runs. x is no number. Empty the search to see all."
+    search.fill("")
 
-        turn, values = (
-            one.page.get_by_role("button", name="Reverse the order"),
-            one.page.locator(".line:visible .value"),
-        )
-        one.page.get_by_label("Sort").select_option("value")
-        sorted_values = sorted(values.all_text_contents())
-        assert (values.all_text_contents(), lines(one)[:2]) == (sorted_values, trials(0, 7))  # equal ones by name
-        turn.click()
-        assert values.all_text_contents() == sorted_values[::-1]
-        one.page.get_by_label("Sort").select_option("began")
-        assert lines(one) == trials(*range(11, -1, -1))
-        turn.click()
-        one.page.get_by_label("Sort").select_option("state")
-        assert lines(one) == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
-
-
-def test_runs_that_begin_later_appear_and_those_that_are_removed_go(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        with closing(RunFolder(sweep / "trials" / "0100", {}, None)) as folder:
-            folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
-            one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
-            write_lines(folder.folder / "rows.jsonl", [row(50, loss=0.5)])
-            one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
-            assert checked(one) == ["trials/0100", *trials(*range(3, 12))]  # running, so first; the oldest one made way
-            assert one.page.title() == "1 running · 13 runs"
-        one.waits_for(".line[data-run='trials/0100'] .state", "lost")
-        (sweep / "trials" / "0100").rename(sweep.parent / "0100")
-        until(lambda: lines(one) == trials(*range(12)), "its line is gone")
-        write_run(sweep / "rate2=0.1,seed=3", [row(1)], status="done", iteration=1)
-        until(lambda: len(lines(one)) == 13, "a run whose name has signs is there")
-        for text, said in (
-            ("rate2=0.1,seed", "1 of 13 runs"),
-            ("rate2=0.2", "0 of 13 runs. No column is called rate2. Empty the search to see all."),
-            ("", "13 runs"),
-        ):
-            one.page.get_by_label("Search runs").fill(text)
-            assert one.text("#count") == said
-        one.page.locator(".line[data-run='trials/0003'] .open").click()
-        one.waits_for(".run .name", "trials/0003")
-        (sweep / "trials" / "0003").rename(sweep.parent / "0003")
-        one.waits_for("#notice", f"trials/0003 is gone: its folder {sweep}/trials/0003 was removed.")
-        sweep.rename(sweep.parent / "elsewhere")
-        one.waits_for("#notice", f"{sweep} was removed. Its runs appear here again when it is back.")
-        assert one.text(".says") == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
-        (sweep.parent / "elsewhere").rename(sweep)
-        one.page.locator("#notice").wait_for(state="hidden")
-        until(lambda: len(lines(one)) == 12, "the other runs are back")
+    turn, values = (
+        one.page.get_by_role("button", name="Reverse the order"),
+        one.at(".line:visible .value"),
+    )
+    one.page.get_by_label("Sort").select_option("value")
+    sorted_values = sorted(values.all_text_contents())
+    assert (values.all_text_contents(), lines(one)[:2]) == (sorted_values, trials(0, 7))  # equal ones by name
+    turn.click()
+    assert values.all_text_contents() == sorted_values[::-1]
+    one.page.get_by_label("Sort").select_option("began")
+    assert lines(one) == trials(*range(11, -1, -1))
+    turn.click()
+    one.page.get_by_label("Sort").select_option("state")
+    assert lines(one) == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
 
 
-def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(visit: Any, tmp_path: Path) -> None:
-    with served(write_sweep(tmp_path / "sweep", 60, steps=3)) as page:
-        one = visit(page, WIDE, "dark")
-        one.page.get_by_role("button", name="Show only these").click()
-        one.waits_for("#limit", "50 of the 60 chosen runs")
-        until(lambda: len(one.last("loss")) == 50, "as many are drawn")
-        looks = one.page.evaluate(
-            "[...document.querySelectorAll('.line.drawn')].map((line) => "
-            "`${getComputedStyle(line).getPropertyValue('--run')} ${line.className}`)"
-        )
-        assert (len(looks), len(set(looks))) == (50, 50)
-        assert one.text(".chart[data-metric=loss] .values").split("\n")[0] == "50 runs"
-        one.page.locator(".line[data-run='trials/0055'] .open").hover()  # it is not drawn
-        assert one.text(".chart[data-metric=loss] .values").split("\n")[0] == "50 runs"
-        before = one.ink("accuracy")
-        one.page.locator(".line[data-run='trials/0001'] .open").hover()
-        one.waits_for(".chart[data-metric=accuracy] .values", "trials/0001: 0.5")
-        assert one.ink("accuracy") != before  # its curve is wider now
-        one.page.get_by_label("Smoothing").select_option("10")
-        until(lambda: len(one.last("loss")) == 100, "the smoothed curves are drawn")
-        assert one.chart("loss", "standing") == "trials/0001"  # in new charts too
+def test_runs_that_begin_later_appear_and_those_that_are_removed_go(show: Any, sweep: Path) -> None:
+    one = show(sweep)
+    with closing(RunFolder(sweep / "trials" / "0100", {}, None)) as folder:
+        folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
+        one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
+        write_lines(folder.folder / "rows.jsonl", [row(50, loss=0.5)])
+        one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
+        assert checked(one) == ["trials/0100", *trials(*range(3, 12))]  # running, so first; the oldest one made way
+        assert one.page.title() == "1 running · 13 runs"
+    one.waits_for(".line[data-run='trials/0100'] .state", "lost")
+    (sweep / "trials" / "0100").rename(sweep.parent / "0100")
+    until(lambda: lines(one) == trials(*range(12)), "its line is gone")
+    write_run(sweep / "rate2=0.1,seed=3", status="done")
+    until(lambda: len(lines(one)) == 13, "a run whose name has signs is there")
+    for text, said in (
+        ("rate2=0.1,seed", "1 of 13 runs"),
+        ("rate2=0.2", "0 of 13 runs. No column is called rate2. Empty the search to see all."),
+        ("", "13 runs"),
+    ):
+        one.fill("Search runs", text)
+        assert one.text("#count") == said
+    one.open_card("trials/0003")
+    one.waits_for(".run .name", "trials/0003")
+    (sweep / "trials" / "0003").rename(sweep.parent / "0003")
+    one.waits_for("#notice", f"trials/0003 is gone: its folder {sweep}/trials/0003 was removed.")
+    sweep.rename(sweep.parent / "elsewhere")
+    one.waits_for("#notice", f"{sweep} was removed. Its runs appear here again when it is back.")
+    assert one.text(".says") == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
+    (sweep.parent / "elsewhere").rename(sweep)
+    one.at("#notice").wait_for(state="hidden")
+    until(lambda: len(lines(one)) == 12, "the other runs are back")
+
+
+def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(show: Any, tmp_path: Path) -> None:
+    one = show(write_sweep(tmp_path / "sweep", 60, steps=3), WIDE, "dark")
+    one.press("Show only these")
+    one.waits_for("#limit", "50 of the 60 chosen runs")
+    one.has_lines(50)
+    looks = one.page.evaluate(
+        "[...document.querySelectorAll('.line.drawn')].map((line) => "
+        "`${getComputedStyle(line).getPropertyValue('--run')} ${line.className}`)"
+    )
+    assert (len(looks), len(set(looks))) == (50, 50)
+    assert one.text(".chart[data-metric=loss] .values").split("\n")[0] == "50 runs"
+    one.at(".line[data-run='trials/0055'] .open").hover()  # it is not drawn
+    assert one.text(".chart[data-metric=loss] .values").split("\n")[0] == "50 runs"
+    before = one.ink("accuracy")
+    one.at(".line[data-run='trials/0001'] .open").hover()
+    one.waits_for(".chart[data-metric=accuracy] .values", "trials/0001: 0.5")
+    assert one.ink("accuracy") != before  # its curve is wider now
+    one.page.get_by_label("Smoothing").select_option("10")
+    one.has_lines(100)
+    assert one.chart("loss", "standing") == "trials/0001"  # in new charts too
 
 
 def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first(visit: Any, tmp_path: Path) -> None:
@@ -171,13 +166,13 @@ def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first
         assert one.text("#folders") == str(top)
         one.waits_for(".best", "Best: trials/0000 loss 1")
         assert lines(one) == ["zebra", *trials(*range(4))]
-        one.page.get_by_role("button", name="Reverse the order").click()
+        one.press("Reverse the order")
         assert lines(one) == ["zebra", *trials(*range(3, -1, -1))]
         one.page.get_by_label("Sort").select_option("value")
         assert lines(one)[-1] == "zebra"  # which has none yet
         write_lines(top / "trials" / "0002" / "evaluations.jsonl", [row(20, loss=3.5)])
         one.waits_for(".best", "Best: trials/0002 eval loss 3.5")
-        one.page.locator("#best").click()
+        one.at("#best").click()
         one.waits_for(".run .name", "trials/0002")
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):  # trials of a sweep are compared by its objective
         facts: dict[str, Any] = {"objective": "accuracy", "direction": "maximize", "value": accuracy}
@@ -189,42 +184,41 @@ def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first
 # -- a card ------------------------------------------------------------------------------------------------
 
 
-def test_boxes_the_search_and_the_open_card_choose_the_curves(visit: Any, sweep: Path) -> None:
-    with served(sweep) as page:
-        one = visit(page)
-        one.page.get_by_role("button", name="Draw none").click()
-        one.waits_for("#limit", "No run is chosen.")
-        one.page.get_by_label("Search runs").focus()
-        opener = one.page.locator(".line[data-run='trials/0003'] .open")
-        opener.focus()
-        one.page.keyboard.press("Enter")
-        one.waits_for(".run .folder", str(sweep / "trials" / "0003"))
-        assert (one.text(".run .name"), one.text(".says")) == ("trials/0003", "stopped at step 20, checkpoint saved")
-        one.waits_for(".run .facts", "rate")
-        one.waits_for(".continue code", "torchrun --nproc_per_node=2 lab/train.py")
-        assert opener.get_attribute("aria-expanded") == "true"
-        assert one.page.evaluate("document.activeElement.className") == "close"
-        until(lambda: one.last("loss") == [[20, 2]], "its curve")
-        assert (one.page.locator("#limit").is_visible(), checked(one)) == (False, [])
-        one.page.keyboard.press("Escape")
-        assert not one.page.locator(".run").is_visible()
-        assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
-        opener.click()
-        one.page.locator(".line[data-run='trials/0002'] .open").click()  # another one, without closing the first
-        one.waits_for(".run .folder", str(sweep / "trials" / "0002"))
-        assert one.page.locator(".continue").is_hidden()
-        until(lambda: one.last("loss") == [[20, 4]], "that of the other one")
-        one.page.get_by_role("checkbox", name="Draw trials/0002").check()
-        one.page.get_by_role("button", name="Close").click()
-        assert not one.page.locator(".run").is_visible()
-        assert one.last("loss") == [[20, 4]]
-        one.page.get_by_role("checkbox", name="Draw trials/0002").uncheck()
-        one.waits_for("#limit", "No run is chosen.")
-        assert (checked(one), one.last("loss")) == ([], [])
-        one.page.get_by_label("Search runs").fill("stopped")
-        one.page.get_by_role("button", name="Show only these").click()
-        until(lambda: one.last("loss") == [[20, 2], [20, 1], [20, 7]], "three others")
-        assert one.text(".chart[data-metric=loss] .values").split() == ["2", "1", "7", "step", "20"]
+def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: Path) -> None:
+    one = show(sweep)
+    one.press("Draw none")
+    one.waits_for("#limit", "No run is chosen.")
+    one.page.get_by_label("Search runs").focus()
+    opener = one.at(".line[data-run='trials/0003'] .open")
+    opener.focus()
+    one.page.keyboard.press("Enter")
+    one.waits_for(".run .folder", str(sweep / "trials" / "0003"))
+    assert (one.text(".run .name"), one.text(".says")) == ("trials/0003", "stopped at step 20, checkpoint saved")
+    one.waits_for(".run .facts", "rate")
+    one.waits_for(".continue code", "torchrun --nproc_per_node=2 lab/train.py")
+    assert opener.get_attribute("aria-expanded") == "true"
+    assert one.page.evaluate("document.activeElement.className") == "close"
+    until(lambda: one.last("loss") == [[20, 2]], "its curve")
+    assert (one.at("#limit").is_visible(), checked(one)) == (False, [])
+    one.page.keyboard.press("Escape")
+    assert not one.at(".run").is_visible()
+    assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
+    opener.click()
+    one.open_card("trials/0002")  # another one, without closing the first
+    one.waits_for(".run .folder", str(sweep / "trials" / "0002"))
+    assert one.at(".continue").is_hidden()
+    until(lambda: one.last("loss") == [[20, 4]], "that of the other one")
+    one.page.get_by_role("checkbox", name="Draw trials/0002").check()
+    one.press("Close")
+    assert not one.at(".run").is_visible()
+    assert one.last("loss") == [[20, 4]]
+    one.page.get_by_role("checkbox", name="Draw trials/0002").uncheck()
+    one.waits_for("#limit", "No run is chosen.")
+    assert (checked(one), one.last("loss")) == ([], [])
+    one.fill("Search runs", "stopped")
+    one.press("Show only these")
+    until(lambda: one.last("loss") == [[20, 2], [20, 1], [20, 7]], "three others")
+    assert one.text(".chart[data-metric=loss] .values").split() == ["2", "1", "7", "step", "20"]
 
 
 @pytest.mark.covers("E4", "E5")
@@ -237,18 +231,19 @@ def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) ->
             folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
         with served(sweep) as page:
             one = visit(page)
-            one.page.locator(".line[data-run='trials/0101'] .open").click()
-            one.page.get_by_role("button", name="Stop trials/0101").click()
+            one.open_card("trials/0101")
+            one.press("Stop trials/0101")
             assert one.text("#confirm-title") == "Stop trials/0101?"
             one.page.keyboard.press("Escape")
-            assert one.page.locator(".run").is_visible()  # Escape closed the question only
-            one.page.get_by_role("button", name="Stop trials/0101").click()
+            assert one.at(".run").is_visible()  # Escape closed the question only
+            one.press("Stop trials/0101")
             one.page.keyboard.press("Enter")  # the safe choice has the focus
             until(lambda: not one.page.get_by_role("button", name="Stop the run").is_visible(), "it is closed again")
             assert second.asked_to_stop() is None
-            one.page.get_by_role("button", name="Stop trials/0101").click()
-            one.page.get_by_role("button", name="Stop the run").click()
+            one.press("Stop trials/0101")
+            one.press("Stop the run")
             one.waits_for(".line[data-run='trials/0101'] .state", "stopping")
+            one.page.get_by_role("button", name="Stopping… trials/0101").wait_for()  # named by its text
             assert (first.asked_to_stop(), second.asked_to_stop()) == (None, "the page")
             second.write_status("stopped", iteration=7, why="the page")
             second.forget_stop()
@@ -267,29 +262,24 @@ def test_a_folder_without_a_run_offers_nothing_of_a_run(browser: Any, tmp_path: 
         page.visitors.callback(one.context.close)
         one.page.goto(page.link)
         one.waits_for(".says", "no run has begun in this folder yet" if is_there else "there is no such folder")
-        assert not one.page.locator(".run button").filter(visible=True).count()
+        assert not one.at(".run button").filter(visible=True).count()
         assert "Step" not in one.text(".run")
-        write_run(tmp_path / "other", [row(1), row(2)], status="done", iteration=2).rename(folder)
+        write_run(tmp_path / "other", 2, status="done").rename(folder)
         one.waits_for(".says", "done at step 2")
         assert one.page.get_by_role("button", name="Rename one").is_visible()
 
 
-def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(visit: Any, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "one", [row(1), row(2)], status="done", iteration=2, checkpoint="step-00000032")
+def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(show: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", 2, config={"rate": 0.1}, status="done", checkpoint="step-00000032")
     (run / "checkpoints" / "step-00000032").mkdir(parents=True)
-    known = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(known | {"config": {"rate": 0.1}}))
     write_lines(run / "evaluations.jsonl", [row(1, loss=0.5), row(2, loss=0.75)])
-    with served(run) as page:
-        one = visit(page)
-        assert one.text(".config").split() == ["Config", "rate", "0.1"]
-        one.waits_for(".facts [data-fact=Checkpoint]", "step-00000032")
-        facts = dict(zip(*(one.page.locator(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
-        assert (facts["eval loss"], facts["best eval loss"]) == ("0.75", "0.5")
-        heights = [
-            one.page.locator(f"[data-fact={name}] dd").bounding_box()["height"] for name in ("Checkpoint", "Step")
-        ]
-        assert heights[0] == heights[1]  # on one line
+    one = show(run)
+    assert one.text(".config").split() == ["Config", "rate", "0.1"]
+    one.waits_for(".facts [data-fact=Checkpoint]", "step-00000032")
+    facts = dict(zip(*(one.at(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+    assert (facts["eval loss"], facts["best eval loss"]) == ("0.75", "0.5")
+    heights = [one.at(f"[data-fact={name}] dd").bounding_box()["height"] for name in ("Checkpoint", "Step")]
+    assert heights[0] == heights[1]  # on one line
 
 
 # -- layouts -----------------------------------------------------------------------------------------------
@@ -297,74 +287,71 @@ def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(visit
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone_a_button_folds_the_list_away_and_another_one_unfolds_rename_and_hide(
-    visit: Any, sweep: Path, scheme: str
+    show: Any, sweep: Path, scheme: str
 ) -> None:
     long = "sgd-lr0.1-momentum0.9-width32"
     (sweep / "trials" / "0000" / "name.txt").write_text(long)
-    with served(sweep) as page:
-        one = visit(page, SMALL, scheme)
-        assert not one.page.locator("#list").is_visible()
-        assert one.page.locator(".chart").first.bounding_box()["y"] < SMALL[1] / 2
-        one.page.get_by_role("button", name="Runs (12)").click()
-        assert one.page.locator("#list").is_visible()
-        wide = "document.documentElement.scrollWidth"
-        assert one.page.evaluate(wide) == SMALL[0]
-        one.page.keyboard.press("Escape")
-        assert not one.page.locator("#list").is_visible()
-        one.page.get_by_role("button", name="Runs (12)").click()
-        name = one.page.locator(".line .name", has_text=long)
-        assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")  # it is whole
-        hide = one.page.get_by_role("button", name=f"Hide {long}", exact=True)
-        assert not hide.is_visible()
-        one.page.get_by_role("button", name=f"Rename or hide {long}").click()
-        hide.click()
-        assert lines(one) == trials(*range(1, 12))
-        one.page.locator(".line[data-run='trials/0003'] .open").click()
-        assert not one.page.locator("#list").is_visible()
-        one.waits_for(".run .name", "trials/0003")
-        assert one.page.evaluate(wide) == SMALL[0]
+    one = show(sweep, SMALL, scheme)
+    assert not one.at("#list").is_visible()
+    assert one.at(".chart").first.bounding_box()["y"] < SMALL[1] / 2
+    one.press("Runs (12)")
+    assert one.at("#list").is_visible()
+    wide = "document.documentElement.scrollWidth"
+    assert one.page.evaluate(wide) == SMALL[0]
+    one.page.keyboard.press("Escape")
+    assert not one.at("#list").is_visible()
+    one.press("Runs (12)")
+    name = one.at(".line .name", has_text=long)
+    assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")  # it is whole
+    hide = one.page.get_by_role("button", name=f"Hide {long}", exact=True)
+    assert not hide.is_visible()
+    one.press(f"Rename or hide {long}")
+    hide.click()
+    assert lines(one) == trials(*range(1, 12))
+    one.open_card("trials/0003")
+    assert not one.at("#list").is_visible()
+    one.waits_for(".run .name", "trials/0003")
+    assert one.page.evaluate(wide) == SMALL[0]
 
 
-def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another(visit: Any, tmp_path: Path) -> None:
+def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another(show: Any, tmp_path: Path) -> None:
     write_sweep(tmp_path / "sweep", 1)
-    with served(tmp_path / "sweep") as page:
-        one = visit(page)
-        assert one.text(".run .name") == "trials/0000"
-        hidden = "#list, #unfold, #tabs, #limit, .close, .run .swatch"
-        assert not one.page.locator(hidden).filter(visible=True).count()
-        assert one.page.locator(".run").bounding_box()["width"] > 1200
-        write_run(tmp_path / "sweep" / "trials" / "0001", [row(1)], status="done", iteration=1)
-        until(lambda: lines(one) == trials(0, 1), "the list appears")
-        assert not one.page.locator(".run").is_visible()
-        one.page.set_viewport_size({"width": 1000, "height": 800})
-        chart, panel = (one.page.locator(place).first.bounding_box() for place in (".chart", "#list"))
-        assert panel["x"] + panel["width"] <= chart["x"]
-        assert chart["y"] + chart["height"] < 800
-        width = "document.documentElement.scrollWidth"
-        until(lambda: one.page.evaluate(width) == 1000, "the charts have the page's width")
+    one = show(tmp_path / "sweep")
+    assert one.text(".run .name") == "trials/0000"
+    hidden = "#list, #unfold, #tabs, #limit, .close, .run .swatch"
+    assert not one.at(hidden).filter(visible=True).count()
+    assert one.at(".run").bounding_box()["width"] > 1200
+    write_run(tmp_path / "sweep" / "trials" / "0001", status="done")
+    until(lambda: lines(one) == trials(0, 1), "the list appears")
+    assert not one.at(".run").is_visible()
+    one.page.set_viewport_size({"width": 1000, "height": 800})
+    chart, panel = (one.at(place).first.bounding_box() for place in (".chart", "#list"))
+    assert panel["x"] + panel["width"] <= chart["x"]
+    assert chart["y"] + chart["height"] < 800
+    width = "document.documentElement.scrollWidth"
+    until(lambda: one.page.evaluate(width) == 1000, "the charts have the page's width")
 
 
 # -- many --------------------------------------------------------------------------------------------------
 
 
-def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(visit: Any, tmp_path: Path) -> None:
+def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(show: Any, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", 500, steps=3)
-    with served(sweep) as page:
-        one = visit(page)
-        until(lambda: len(lines(one)) == 500, "all lines are there")
-        until(lambda: "" not in one.page.locator(".lines .line .value").all_text_contents(), "all runs are read")
-        one.page.evaluate(
-            """() => {
-                window.touched = new Set();
-                new MutationObserver((changes) => changes.forEach(({ target }) =>
-                    touched.add((target.closest ?? (() => target.parentElement.closest(".line"))).call(target, ".line")
-                        ?.dataset.run)))
-                    .observe(document.getElementById("lines"),
-                        { subtree: true, childList: true, attributes: true, characterData: true });
-            }"""
-        )
-        append_lines(sweep / "trials" / "0123" / "rows.jsonl", [row(4, loss=0.125)])
-        one.waits_for(".line[data-run='trials/0123'] .value", "0.125")
-        assert one.page.evaluate("[...touched]") == ["trials/0123"]
-        one.page.get_by_label("Search runs").fill("rate=0.1 done")
-        until(lambda: len(lines(one)) == 125, "the runs are found")
+    one = show(sweep)
+    until(lambda: len(lines(one)) == 500, "all lines are there")
+    until(lambda: "" not in one.texts(".lines .line .value"), "all runs are read")
+    one.page.evaluate(
+        """() => {
+            window.touched = new Set();
+            new MutationObserver((changes) => changes.forEach(({ target }) =>
+                touched.add((target.closest ?? (() => target.parentElement.closest(".line"))).call(target, ".line")
+                    ?.dataset.run)))
+                .observe(document.getElementById("lines"),
+                    { subtree: true, childList: true, attributes: true, characterData: true });
+        }"""
+    )
+    append_lines(sweep / "trials" / "0123" / "rows.jsonl", [row(4, loss=0.125)])
+    one.waits_for(".line[data-run='trials/0123'] .value", "0.125")
+    assert one.page.evaluate("[...touched]") == ["trials/0123"]
+    one.fill("Search runs", "rate=0.1 done")
+    until(lambda: len(lines(one)) == 125, "the runs are found")

@@ -16,7 +16,6 @@ import pytest
 
 from tests.support.browsing import NEEDS_BROWSER
 from tests.support.harness import TASK_S, until
-from tests.support.serving import served
 from tests.support.trials import MARK, all_ended, marked, newest_checkpoint, trial, updates
 
 pytestmark = NEEDS_BROWSER
@@ -53,7 +52,7 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.covers("G4", "G5")
 def test_the_workers_of_a_sweep_stop_one_run_again_and_stop_all_from_the_page(
-    visit: Any, process: subprocess.Popen[bytes], tmp_path: Path
+    show: Any, process: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     folder = tmp_path / "s"
 
@@ -64,38 +63,37 @@ def test_the_workers_of_a_sweep_stop_one_run_again_and_stop_all_from_the_page(
         return len(updates(folder / "trials" / f"{number:04d}")) > since
 
     until(lambda: statuses()[0] == "failed" and runs(1) and runs(2), "one has failed, two run", START_S)
-    with served(folder) as page:
-        one = visit(page)
-        one.page.get_by_role("tab", name="Results").click()
-        shown = {number: one.page.locator(f".trial[data-run='trials/{number:04d}'] .status") for number in range(4)}
-        assert statuses() == ["failed", "running", "running", "waiting"]
+    one = show(folder)
+    one.tab("Results")
+    shown = {number: one.at(f".trial[data-run='trials/{number:04d}'] .status") for number in range(4)}
+    assert statuses() == ["failed", "running", "running", "waiting"]
 
-        one.page.get_by_role("button", name="Stop trials/0001").click()
-        one.page.get_by_role("button", name="Stop the run").click()
-        until(lambda: statuses()[1] == "stopped" and runs(3), "trial 1 stops, and its slot takes the next", START_S)
-        assert newest_checkpoint(folder / "trials" / "0001") == updates(folder / "trials" / "0001")[-1]
-        assert statuses() == ["failed", "stopped", "running", "running"]
+    one.press("Stop trials/0001")
+    one.press("Stop the run")
+    until(lambda: statuses()[1] == "stopped" and runs(3), "trial 1 stops, and its slot takes the next", START_S)
+    assert newest_checkpoint(folder / "trials" / "0001") == updates(folder / "trials" / "0001")[-1]
+    assert statuses() == ["failed", "stopped", "running", "running"]
 
-        (folder / "healed").touch()
-        one.page.get_by_role("button", name="Run 2 failed again").click()
-        one.waits_for(".sweep-needs", "2 trials will run again.")
-        until(lambda: statuses()[:2] == ["waiting", "waiting"], "both are in line", START_S)
-        one.page.get_by_role("button", name="Stop trials/0003").click()
-        one.page.get_by_role("button", name="Stop the run").click()
-        made = len(updates(folder / "trials" / "0001"))
-        until(lambda: statuses()[0] == "done" and runs(1, made), "one after the other runs in its slot", START_S)
-        assert updates(folder / "trials" / "0000") == [1, 2, 3, 3, 4, 5, 6]  # from its checkpoint of update 2
-        so_far = updates(folder / "trials" / "0001")  # read once, since the trial goes on
-        assert so_far == list(range(1, len(so_far) + 1))
-        until(lambda: shown[0].inner_text() == "done", "the table says so")
+    (folder / "healed").touch()
+    one.press("Run 2 failed again")
+    one.waits_for(".sweep-needs", "2 trials will run again.")
+    until(lambda: statuses()[:2] == ["waiting", "waiting"], "both are in line", START_S)
+    one.press("Stop trials/0003")
+    one.press("Stop the run")
+    made = len(updates(folder / "trials" / "0001"))
+    until(lambda: statuses()[0] == "done" and runs(1, made), "one after the other runs in its slot", START_S)
+    assert updates(folder / "trials" / "0000") == [1, 2, 3, 3, 4, 5, 6]  # from its checkpoint of update 2
+    so_far = updates(folder / "trials" / "0001")  # read once, since the trial goes on
+    assert so_far == list(range(1, len(so_far) + 1))
+    until(lambda: shown[0].inner_text() == "done", "the table says so")
 
-        one.page.get_by_role("button", name="Stop all", exact=True).click()
-        one.page.get_by_role("button", name="Stop all trials").click()
-        process.wait(START_S)
-        assert statuses() == ["done", "interrupted", "interrupted", "stopped"]
-        until(lambda: not one.page.locator(".stop-all").is_visible(), "the button is gone")
-        until(lambda: [shown[number].inner_text() for number in (1, 2)] == ["interrupted"] * 2, "the table says so")
-        for number in (1, 2):
-            run = folder / "trials" / f"{number:04d}"
-            assert newest_checkpoint(run) == updates(run)[-1]
-            assert json.loads((run / "status.json").read_text())["status"] == "stopped"
+    one.press("Stop all")
+    one.press("Stop all trials")
+    process.wait(START_S)
+    assert statuses() == ["done", "interrupted", "interrupted", "stopped"]
+    until(lambda: not one.at(".stop-all").is_visible(), "the button is gone")
+    until(lambda: [shown[number].inner_text() for number in (1, 2)] == ["interrupted"] * 2, "the table says so")
+    for number in (1, 2):
+        run = folder / "trials" / f"{number:04d}"
+        assert newest_checkpoint(run) == updates(run)[-1]
+        assert json.loads((run / "status.json").read_text())["status"] == "stopped"

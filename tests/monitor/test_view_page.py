@@ -39,63 +39,62 @@ def visited(visit: Any, page: Served, view: str = "") -> Visit:
 
 
 def names(one: Visit) -> list[str]:
-    return one.page.locator(".lines .line:visible .name").all_text_contents()
+    return one.texts(".lines .line:visible .name")
 
 
 def drawn(one: Visit) -> list[str]:
-    boxes = one.page.locator(".show:checked").all()
+    boxes = one.at(".show:checked").all()
     return sorted(str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes)
 
 
 def colours(one: Visit) -> dict[str, str]:
-    items = one.page.locator(".line.drawn").all()
+    items = one.at(".line.drawn").all()
     return {
         str(item.get_attribute("data-run")): str(item.evaluate("(one) => one.style.getPropertyValue('--run')"))
         for item in items
     }
 
 
-def test_a_reload_keeps_the_view_and_the_colours_of_the_runs(visit: Any, runs: Path) -> None:
-    with served(runs) as page:
-        one = visit(page)
-        assert urlsplit(one.page.url).query == ""  # nothing where nothing was chosen
-        assert names(one) == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.03", "0.1", "0.3")]  # by their numbers
-        colour = colours(one)
-        assert len(set(colour.values())) == len(RATES)
-        one.page.select_option("#axis", "time")
-        one.page.select_option("#smoothing", "10")
-        one.page.locator("[name=scale][value=log]").check(force=True)
-        one.page.uncheck("#marks")
-        one.page.fill("#search", "lr0.")
-        one.page.select_option("#sort", "value")
-        one.page.click("#turn")
-        one.page.uncheck("[aria-label='Draw sgd-lr0.1-w8']")
-        one.page.locator(".line[data-run='sgd-lr0.03-w8'] .open").click()
-        until(lambda: view_of(one).get("open") == ["sgd-lr0.03-w8"], "the view is in the address")
-        wanted = view_of(one)
-        assert wanted == {
-            "axis": ["time"], "smoothing": ["10"], "scale": ["log"], "marks": ["no"], "search": ["lr0."],
-            "sort": ["value"], "order": ["reverse"], "open": ["sgd-lr0.03-w8"],
-            "run": ["sgd-lr0.001-w8", "sgd-lr0.03-w8", "sgd-lr0.3-w8"],
-        }  # fmt: skip
-        order = names(one)
-        one.page.reload()
-        one.page.wait_for_selector(".run")
-        assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("time", "10")
-        assert one.page.locator("[name=scale]:checked").get_attribute("value") == "log"
-        assert not one.page.is_checked("#marks")
-        assert names(one) == order == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.1", "0.03", "0.3")]
-        assert drawn(one) == wanted["run"]
-        assert one.text(".run .name") == "sgd-lr0.03-w8"
-        assert view_of(one) == wanted
-        assert colours(one) == {run: colour[run] for run in wanted["run"]}  # each keeps its own
-        assert "token" not in one.page.url
+def test_a_reload_keeps_the_view_and_the_colours_of_the_runs(show: Any, runs: Path) -> None:
+    one = show(runs)
+    assert urlsplit(one.page.url).query == ""  # nothing where nothing was chosen
+    assert names(one) == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.03", "0.1", "0.3")]  # by their numbers
+    colour = colours(one)
+    assert len(set(colour.values())) == len(RATES)
+    one.page.select_option("#axis", "time")
+    one.page.select_option("#smoothing", "10")
+    one.at("[name=scale][value=log]").check(force=True)
+    one.page.uncheck("#marks")
+    one.page.fill("#search", "lr0.")
+    one.page.select_option("#sort", "value")
+    one.page.click("#turn")
+    one.page.uncheck("[aria-label='Draw sgd-lr0.1-w8']")
+    one.open_card("sgd-lr0.03-w8")
+    until(lambda: view_of(one).get("open") == ["sgd-lr0.03-w8"], "the view is in the address")
+    wanted = view_of(one)
+    assert wanted == {
+        "axis": ["time"], "smoothing": ["10"], "scale": ["log"], "marks": ["no"], "search": ["lr0."],
+        "sort": ["value"], "order": ["reverse"], "open": ["sgd-lr0.03-w8"],
+        "run": ["sgd-lr0.001-w8", "sgd-lr0.03-w8", "sgd-lr0.3-w8"],
+    }  # fmt: skip
+    order = names(one)
+    one.page.reload()
+    one.page.wait_for_selector(".run")
+    assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("time", "10")
+    assert one.at("[name=scale]:checked").get_attribute("value") == "log"
+    assert not one.page.is_checked("#marks")
+    assert names(one) == order == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.1", "0.03", "0.3")]
+    assert drawn(one) == wanted["run"]
+    assert one.text(".run .name") == "sgd-lr0.03-w8"
+    assert view_of(one) == wanted
+    assert colours(one) == {run: colour[run] for run in wanted["run"]}  # each keeps its own
+    assert "token" not in one.page.url
 
 
 def test_a_link_shows_what_it_names_and_says_what_is_not_here(visit: Any, runs: Path) -> None:
     with served(runs) as page:
         one = visited(visit, page, "zoom=5~10")
-        one.page.locator("#whole").click()
+        one.at("#whole").click()
         until(lambda: urlsplit(one.page.url).query == "", "the whole run is as at first")
         one = visited(visit, page, "run=no&axis=time")
         assert one.text("#notice") == "The link names runs that are not here: no."
@@ -112,24 +111,23 @@ def test_a_link_shows_what_it_names_and_says_what_is_not_here(visit: Any, runs: 
         assert not one.page.is_visible("#whole")
 
 
-def test_each_chart_has_its_own_scale_which_the_address_keeps(visit: Any, tmp_path: Path) -> None:
+def test_each_chart_has_its_own_scale_which_the_address_keeps(show: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "one", [row(step, accuracy=step / 9) for step in range(1, 9)], status="done", iteration=8)
 
     def scales(one: Visit) -> list[str | None]:
         return [one.chart(metric, "scale") for metric in ("loss", "accuracy")]
 
-    with served(tmp_path / "one") as page:
-        one = visit(page)
-        button = one.page.get_by_role("button", name="log scale of loss")
-        button.click()
-        assert (scales(one), button.get_attribute("aria-pressed")) == (["log", "linear"], "true")
-        until(lambda: view_of(one) == {"log": ["loss"]}, "the scale is in the address")
-        one.page.reload()
-        until(lambda: scales(one) == ["log", "linear"], "a reload keeps it")
-        one.page.locator("[name=scale][value=log]").check(force=True)
-        assert scales(one) == ["log", "log"]  # all of them
-        one.page.get_by_role("button", name="log scale of accuracy").click()
-        assert scales(one) == ["log", "linear"]
-        until(lambda: view_of(one) == {"scale": ["log"], "linear": ["accuracy"]}, "the exception is in the address")
-        one.page.reload()
-        until(lambda: scales(one) == ["log", "linear"], "a reload keeps it")
+    one = show(tmp_path / "one")
+    button = one.page.get_by_role("button", name="log scale of loss")
+    button.click()
+    assert (scales(one), button.get_attribute("aria-pressed")) == (["log", "linear"], "true")
+    until(lambda: view_of(one) == {"log": ["loss"]}, "the scale is in the address")
+    one.page.reload()
+    until(lambda: scales(one) == ["log", "linear"], "a reload keeps it")
+    one.at("[name=scale][value=log]").check(force=True)
+    assert scales(one) == ["log", "log"]  # all of them
+    one.press("log scale of accuracy")
+    assert scales(one) == ["log", "linear"]
+    until(lambda: view_of(one) == {"scale": ["log"], "linear": ["accuracy"]}, "the exception is in the address")
+    one.page.reload()
+    until(lambda: scales(one) == ["log", "linear"], "a reload keeps it")

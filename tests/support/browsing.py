@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.harness import until
 from tests.support.serving import WAIT_S, Served
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Route
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NEEDS_BROWSER = [
@@ -63,6 +64,30 @@ class Visit:
         self.page.wait_for_selector(".chart[data-last]")
         self.page.wait_for_function(DRAWN)
         return self
+
+    def at(self, place: str, **options: Any) -> Locator:
+        return self.page.locator(place, **options)
+
+    def texts(self, place: str) -> list[str]:
+        """The texts of all elements of a place, also of those that are not seen."""
+        return self.page.locator(place).all_text_contents()
+
+    def press(self, button: str) -> None:
+        self.page.get_by_role("button", name=button, exact=True).click()
+
+    def fill(self, label: str, text: str) -> None:
+        self.page.get_by_label(label, exact=True).fill(text)
+
+    def tab(self, name: str) -> None:
+        self.page.get_by_role("tab", name=name).click()
+
+    def open_card(self, run: str) -> None:
+        """Open the card of a run by its line in the list."""
+        self.page.locator(f".line[data-run='{run}'] .open").click()
+
+    def has_lines(self, count: int) -> None:
+        """Wait until the chart of the loss has so many lines."""
+        until(lambda: len(self.last("loss")) == count, f"{count} lines are drawn")
 
     def text(self, place: str) -> str:
         return self.page.locator(place).first.inner_text()

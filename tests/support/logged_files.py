@@ -28,9 +28,9 @@ def add_texts(run: Path, *texts: tuple[int, str, str]) -> None:
     )
 
 
-def pixels_of(number: int, side: int = 8) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def pixels_of(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """An image of one colour, which differs for each number."""
-    return np.full((side, side, 3), (number * 40 % 256, 255 - number * 40 % 256, 90), dtype=np.uint8)
+    return np.full((8, 8, 3), (number * 40 % 256, 255 - number * 40 % 256, 90), dtype=np.uint8)
 
 
 def add_image(run: Path, step: int, name: str, data: bytes | None = None, **line: Any) -> Path:
@@ -67,10 +67,10 @@ def add_usage(run: Path, rank: int, lines: Iterable[tuple[float, float, float]],
     return path
 
 
-def write_start(run: Path, words: list[str] | Any, directory: Path | str | None, **status: Any) -> None:
+def write_start(run: Path, words: list[str], directory: Path) -> None:
     """Have the status file of a run name the command that started it."""
-    found = json.loads((run / "status.json").read_text()) | {"start": words, "directory": directory and str(directory)}
-    write_atomic(run / "status.json", found | status)
+    status = json.loads((run / "status.json").read_text())
+    write_atomic(run / "status.json", status | {"start": words, "directory": str(directory)})
 
 
 def python_command(*words: str) -> list[str]:

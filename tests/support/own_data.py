@@ -40,3 +40,19 @@ def own_stream(world: dl.World, counts: list[int]) -> Own:
 
 def of_rows(model: nn.Module, data: Any) -> torch.Tensor:
     return model(data[1])  # type: ignore[no-any-return]
+
+
+def made_steps(
+    batches: dl.Batches, model: nn.Module, epochs: int = 1, optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Iterator[dl.Step]:  # fmt: skip
+    """Make the steps of a loop, on the mean square of the outputs for the rows; yields each after its update."""
+    state: dict[str, object] = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    for step in dl.Loop(batches, epochs, state=state, progress=False, **options):
+        for data in step:
+            rows = data[1] if isinstance(data, list | tuple) else data
+            step.backward(model(rows).square().mean())
+        step.fold()
+        if optimizer is not None:
+            optimizer.step()
+        yield step

@@ -106,10 +106,19 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
 
 
-def write_run(folder: Path, rows: Iterable[Mapping[str, Any]], **status: Any) -> Path:
-    """A run folder that no process holds."""
+def write_run(folder: Path, rows: Iterable[Mapping[str, Any]] | int = 1, **status: Any) -> Path:
+    """A run folder that no process holds; `began` and `config` are not of its status.
+
+    A number of rows stands for that many usual ones, after which the run ended.
+    """
+    about = {"id": "0123456789abcdef", "began": status.pop("began", 1.0), "fingerprint": {}}
+    if "config" in status:
+        about["config"] = status.pop("config")
+    if isinstance(rows, int):
+        status = {"iteration": rows} | status if status else {}
+        rows = map(row, range(1, rows + 1))
     folder.mkdir(parents=True)
-    write_atomic(folder / RUN, {"id": "0123456789abcdef", "began": 1.0, "fingerprint": {}})
+    write_atomic(folder / RUN, about)
     write_lines(folder / "rows.jsonl", rows)
     if status:
         write_atomic(folder / STATUS, {"at": time.time(), "process": 1, "ranks": 2, "device": "cpu"} | COMMAND | status)

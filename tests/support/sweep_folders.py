@@ -53,12 +53,11 @@ def write_sweep(folder: Path, trials: int, *, statuses: dict[int, str] | None = 
     return folder
 
 
-def write_confusion(run: Path, draw: random.Random, classes: int = 10) -> list[list[int]]:
-    """Add a confusion matrix to a run, and return its counts."""
-    labels = [str(k) for k in range(classes)]
+def write_confusion(run: Path, draw: random.Random) -> None:
+    """Add a confusion matrix to a run."""
+    labels = [str(k) for k in range(10)]
     usual = [0, 0, 0, 1, 4]
-    counts = [[draw.randint(85, 100) if k == j else draw.choice(usual) for k in range(classes)] for j in range(classes)]
+    counts = [[draw.randint(85, 100) if k == j else draw.choice(usual) for k in range(10)] for j in range(10)]
     (run / "tables").mkdir()
     table = {"name": "confusion", "rows": labels, "columns": labels, "values": counts, "iteration": 10, "at": 1.0}
     (run / "tables" / "confusion.json").write_text(json.dumps(table))
-    return counts

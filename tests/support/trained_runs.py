@@ -28,24 +28,23 @@ class Tied(nn.Module):
         return out
 
 
-def rows(number: int = 24, width: int = 4) -> torch.Tensor:
-    return torch.randn(number, width, generator=torch.Generator().manual_seed(5))
+def rows(width: int = 4) -> torch.Tensor:
+    return torch.randn(24, width, generator=torch.Generator().manual_seed(5))
 
 
 def train_run(
-    folder: Path | str | None, epochs: int = 4, scores: tuple[float, ...] = (3.0, 1.0, 2.0, 4.0), *,
-    width: int = 4, seed: int = 3, lr: float = 0.05, model: nn.Module | None = None, compiled: bool = False,
-    keep_last: int = 9, **keywords: Any,
-) -> tuple[list[State], dl.Loop]:  # fmt: skip
-    """Train, with a score for each epoch; returns the model's state after each epoch, and the loop."""
-    with dl.join_world(seed=seed) as world:
-        model = model or Tied(width)
+    folder: Path | str, epochs: int = 4, scores: tuple[float, ...] = (3.0, 1.0, 2.0, 4.0), *,
+    model: nn.Module | None = None, compiled: bool = False, keep_last: int = 9, **keywords: Any,
+) -> list[State]:  # fmt: skip
+    """Train, with a score for each epoch; returns the model's state after each epoch."""
+    with dl.join_world(seed=3) as world:
+        model = model or Tied()
         used = torch.compile(model, backend="eager") if compiled else model
-        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         state: dict[str, object] = {"model": used, "optimizer": optimizer, "schedule": schedule, "notes": {"rows": 0}}
         kept = []
-        data = dl.Batches(rows(width=width), 8, world, shards=2)
+        data = dl.Batches(rows(), 8, world, shards=2)
         loop = dl.Loop(data, epochs, state=state, run_dir=folder, progress=False, keep_last=keep_last, **keywords)
         for epoch in loop.epochs():
             for step in epoch:
@@ -56,7 +55,7 @@ def train_run(
             kept.append({name: one.clone() for name, one in model.state_dict().items()})
             if scores:
                 loop.save(scores[epoch.number - 1])
-        return kept, loop
+        return kept
 
 
 def flip_tensors(checkpoint: Path) -> None:
