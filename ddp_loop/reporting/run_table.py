@@ -25,9 +25,10 @@ from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
 
 _EVALUATED = re.compile(r"(?i)^\s*(best )?(?:evaluation\.|evaluated )")  # other names of "eval loss"
-_CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?\S)\s*")
+_CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|==?|<|>)\s*(.*?\S)\s*")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
+    "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
     ">": operator.gt,
@@ -200,7 +201,7 @@ def _meets(value: Any, sign: str, given: str) -> bool:
     number = _number(given)
     if mine is not None and number is not None:
         return _COMPARISONS[sign](mine, number)
-    return sign in ("=", "!=") and _COMPARISONS[sign](str(value).lower(), given.lower())
+    return sign in ("=", "==", "!=") and _COMPARISONS[sign](str(value).lower(), given.lower())
 
 
 def _number(value: Any) -> float | None:
