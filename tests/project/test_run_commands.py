@@ -96,6 +96,7 @@ def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys
         (["--sort", "loss", "--descending"], ["b", "a", "deep/c"]),
         (["--sort", "state"], ["a", "deep/c", "b"]),
         (["--where", "rate=0.10"], ["a"]),
+        (["--where", "rate==0.1", "--where", "state==done"], ["a"]),
         (["--where", "state=failed"], ["b"]),
         (["--where", "state!=failed", "--where", "width>8"], ["deep/c"]),
         (["--where", "best eval loss <= 0.25"], ["b"]),
@@ -140,6 +141,16 @@ def test_the_values_are_written_as_csv_with_all_digits(runs: Path, tmp_path: Pat
     assert [one["name"] for one in rows] == ["b", "a", "deep/c"]
     assert (rows[0]["rate"], rows[0]["data"], rows[0]["loss"]) == ("0.01", "digits", "5.0")
     assert (rows[2]["loss"], rows[2]["best loss"], rows[1]["folder"]) == ("nan", "", str(runs / "a"))
+
+
+def test_a_file_that_cannot_be_written_is_one_line_with_its_path(runs: Path, capsys: Said) -> None:
+    for command in (
+        ["runs", str(runs), "--csv", f"{runs}/none/it"],
+        ["plot", str(runs / "a"), "-o", f"{runs}/a/run.json"],
+    ):
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ddp_loop {command[0]}: {command[-1]} cannot be read or written (")
 
 
 @pytest.mark.covers("G4")
