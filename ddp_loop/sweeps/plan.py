@@ -380,7 +380,8 @@ def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random)
             value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))
             point[name] = min(high, max(low, round(value) if whole else value))
         elif step is not None:
-            point[name] = low + step * numbers.randint(0, round((high - low) / step))
+            # the sum is rounded, and the last one may be above `high`, which Optuna refuses
+            point[name] = min(high, low + step * numbers.randint(0, round((high - low) / step)))
         else:
             point[name] = numbers.uniform(low, high)
     return point
