@@ -112,7 +112,7 @@ def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
     if type(facts["seed"]) is not int:
         raise ValueError(f"seed must be a whole number. Got {facts['seed']!r}.")
     if not isinstance(facts["objective"], str | None):
-        raise ValueError(f"objective must be a text, such as \"loss\". Got {facts['objective']!r}.")
+        raise ValueError(f'objective must be a text, such as "loss". Got {facts["objective"]!r}.')
     sampler = facts["sampler"]
     points = make_space(space, sampler, facts["trials"], facts["seed"])
     job.check(list(points.distributions))

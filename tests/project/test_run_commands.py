@@ -259,6 +259,7 @@ def test_a_folder_without_runs_is_refused(command: str, tmp_path: Path, capsys: 
         (["runs", "--where", "rate= "], "A condition compares a column"),
         (["runs", "--sort", "qqqq"], "There are name, state, rate"),
         (["best", "--by", "acuracy"], "Did you mean 'accuracy'?"),
+        (["runs", "--watch", "--csv", "x.csv"], "Leave out --watch or --csv."),
     ],
 )
 def test_an_unknown_column_is_refused_with_the_nearest_one(
@@ -336,6 +337,8 @@ def test_best_of_a_sweep_is_the_done_trial_with_the_best_objective(sweep: Path, 
     known = json.loads((sweep / "sweep.json").read_text())
     (sweep / "sweep.json").write_text(json.dumps(known | {"direction": "maximize"}))
     assert "0.5, the highest of 2" in printed(capsys, "best", sweep)[1]
+    (sweep / "sweep.json").write_text(json.dumps(known))
+    assert "0.5, the highest of 2" in printed(capsys, "best", sweep, "--highest")[1]
 
 
 def test_the_best_run_is_shown_with_its_best_checkpoint(runs: Path, capsys: Said) -> None:
