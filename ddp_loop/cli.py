@@ -425,8 +425,10 @@ def _command(arguments: list[str] | None) -> int:
     options = _parser().parse_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
     try:
         return EQUAL if options.call(options) else UNEQUAL
+    except BrokenPipeError:
+        raise
     except _refusals() as error:
-        print(f"ddp_loop {options.command}: {error}", file=sys.stderr)
+        print(f"ddp_loop {options.command}: {_in_words(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -450,7 +452,18 @@ def _refusals() -> tuple[type[Exception], ...]:
     from ddp_loop.profiling import CannotProfile
     from ddp_loop.tracing import CannotVerify
 
-    return (CannotVerify, CannotProfile, ValueError, ImportError)
+    return (CannotVerify, CannotProfile, ValueError, ImportError, OSError)
+
+
+def _in_words(error: Exception) -> str:
+    """What an exception says; of a file that fails also what to do, which the package's own messages have."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return error.strerror
+    return (
+        f"{error.filename} cannot be read or written ({error.strerror}). Check its path, its permissions and its disk."
+    )
 
 
 def _run(arguments: list[str], typed: list[str] | None) -> int:
@@ -507,11 +520,7 @@ def _export(options: argparse.Namespace) -> bool:
     from ddp_loop.checkpoint import export_weights
 
     what = options.run, options.output, options.part
-    try:
-        done = export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)
-    except OSError as error:
-        raise ValueError(error.strerror or str(error)) from error
-    return _show(True, [done])
+    return _show(True, [export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)])
 
 
 def _complain(line: str) -> None:

@@ -38,7 +38,7 @@ from ddp_loop.checkpoint import (
     USAGE,
 )
 from ddp_loop.monitor.run_state import RunState, finite
-from ddp_loop.reporting import EVALUATION, FAILED_TRIAL, NO_RUNS_BELOW, TRIAL, RunRecord, read_run, text_of
+from ddp_loop.reporting import EVALUATION, FAILED_TRIAL, TRIAL, RunRecord, look_into, read_run, text_of
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
@@ -121,15 +121,8 @@ def list_folder(path: str, changed: int, was_run: bool) -> Listing:
         OSError: it cannot be read.
     """
     is_young = time.time_ns() - changed < YOUNG_NS
-    names = set()
-    folders = []
-    with os.scandir(path) as entries:
-        for one in entries:
-            if not one.is_dir(follow_symlinks=False):
-                names.add(one.name)
-            elif one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
-                folders.append(one.name)
-    return Listing(changed, is_young, was_run or bool(names & {RUN, TRIAL}), sorted(folders))
+    is_run, folders = look_into(path, was_run=was_run)
+    return Listing(changed, is_young, is_run, sorted(folders))
 
 
 # -- a line ------------------------------------------------------------------------------------------------

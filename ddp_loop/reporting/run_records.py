@@ -47,21 +47,8 @@ from ddp_loop.reporting.rows import is_averaged, sums_in, weighing_columns
 TRIAL = "trial.json"
 EVALUATION = "evaluation."  # before the name of a value of `evaluate`, as in a sweep's objective
 ENDED = ("done", "stopped", "left", "failed")
-NO_RUNS_BELOW = frozenset(  # names of folders
-    {
-        "checkpoints",
-        "before",
-        "tables",
-        "trace",
-        "profile",
-        "pictures",
-        "images",
-        "console",
-        "usage",
-        "again",
-        "node_modules",
-        "__pycache__",
-    }
+_OF_A_RUN = frozenset(  # names of its own folders; outside of a run they may be names of experiments
+    {"checkpoints", "before", "tables", "trace", "profile", "pictures", "images", "console", "usage"}
 )
 _TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
@@ -197,16 +184,24 @@ def find_runs(folder: Path) -> list[Path]:
     waiting = [os.path.abspath(folder)]
     while waiting:
         place = waiting.pop()
-        names = set[str]()
-        with suppress(OSError), os.scandir(place) as entries:
-            for one in entries:
-                if not one.is_dir(follow_symlinks=False):
-                    names.add(one.name)
-                elif one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
-                    waiting.append(one.path)
-        if RUN in names or TRIAL in names:
-            found.append(Path(place))
+        with suppress(OSError):
+            is_run, folders = look_into(place)
+            waiting += [os.path.join(place, name) for name in folders]
+            found += [Path(place)] if is_run else []
     return sorted(found)
+
+
+def look_into(place: str, *, was_run: bool = False) -> tuple[bool, list[str]]:
+    """Return whether a folder is a run's, or was one, and the names of the folders in it that can have runs.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with os.scandir(place) as entries:
+        is_folder = {one.name: one.is_dir(follow_symlinks=False) for one in entries}
+    is_run = was_run or any(is_folder.get(name) is False for name in (RUN, TRIAL))
+    others = _OF_A_RUN if is_run else ("node_modules", "__pycache__")
+    return is_run, [name for name, one in is_folder.items() if one and name not in others and name[0] != "."]
 
 
 def read_run(

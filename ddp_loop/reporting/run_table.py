@@ -25,9 +25,10 @@ from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
 
 _EVALUATED = re.compile(r"(?i)^\s*(best )?(?:evaluation\.|evaluated )")  # other names of "eval loss"
-_CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?\S)\s*")
+_CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|==?|<|>)\s*(.*?\S)\s*")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
+    "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
     ">": operator.gt,
@@ -200,7 +201,7 @@ def _meets(value: Any, sign: str, given: str) -> bool:
     number = _number(given)
     if mine is not None and number is not None:
         return _COMPARISONS[sign](mine, number)
-    return sign in ("=", "!=") and _COMPARISONS[sign](str(value).lower(), given.lower())
+    return sign in ("=", "==", "!=") and _COMPARISONS[sign](str(value).lower(), given.lower())
 
 
 def _number(value: Any) -> float | None:
@@ -369,8 +370,10 @@ def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None 
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: no folder, no run in it, or a column that no run has.
+        ValueError: no folder, no run in it, a column that no run has, or `file` with `watch`.
     """
+    if watch and file is not None:
+        raise ValueError("--watch shows the table until Ctrl-C, and writes no file. Leave out --watch or --csv.")
     while watch:
         text = _text_of(query) if records_below(query.folder) else f"{query.folder}: no run has begun yet"
         say(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
@@ -488,7 +491,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     sweep = read_json(folder / SWEEP)
     if sweep is not None and by is None:
         name = ""  # the trial knows what it took
-        lower = sweep.get("direction") != "maximize"
+        lower = not highest and sweep.get("direction") != "maximize"
         found: list[_Found] = [(one.value, None, one) for one in records if one.value is not None]
         found = [one for one in found if one[2].state == "done"]
         missing = "No trial is done with a value."

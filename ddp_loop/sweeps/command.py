@@ -12,13 +12,13 @@ from typing import Any
 from ddp_loop.checkpoint import read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
-from ddp_loop.sweeps.folders import forget_stop, read_sweep
+from ddp_loop.sweeps.folders import STUDY, forget_stop, read_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, nearest, read_job
 from ddp_loop.sweeps.plan import OBJECT, USUAL, SweepPlan, make_plan
 from ddp_loop.sweeps.results import GOOD, begun, has_failed, help_sweep, run_sweep
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
-from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
+from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url, sqlite_url
 
 KINDS: dict[str, tuple[type, str]] = {
     "script": (str, "a text"),
@@ -158,7 +158,8 @@ def work(folder: Path, slots: int | None, storage: str | None, say: Say) -> bool
         ValueError: the folder has no sweep, or its job cannot be run by another process.
     """
     facts = read_sweep(folder)
-    url = storage or facts["storage"]
+    own = folder.absolute() / STUDY  # the folder may have been moved since it was begun
+    url = storage or (sqlite_url(own) if own.exists() else facts["storage"])
     if HIDDEN in url:
         raise ValueError(f"The storage {url} needs its password, which the folder does not have. Pass --storage URL.")
     results = help_sweep(_plan_of(facts), folder.absolute(), slots, url, say)

@@ -58,7 +58,9 @@ class FunctionJob:
     def facts(self) -> dict[str, Any]:
         """The job as JSON, from which `read_job` makes it again."""
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        return {"function": f"{self.file}:{name}", "keywords": {key: repr(one) for key, one in self.keywords.items()}}
+        # without addresses, which are others in the process that resumes the sweep
+        shown = {key: re.sub(" at 0x[0-9a-f]+", "", repr(one)) for key, one in self.keywords.items()}
+        return {"function": f"{self.file}:{name}", "keywords": shown}
 
     def check(self, names: Sequence[str]) -> None:
         """Raise ValueError unless the job takes parameters of these names."""

@@ -107,8 +107,12 @@ def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
         if type(facts[name]) is not int or facts[name] < 1:
             raise ValueError(f"{name} must be a whole number, 1 or more. Got {facts[name]!r}.")
     limit_s = facts["time_limit_s"]
-    if limit_s is not None and not limit_s > 0:
+    if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
         raise ValueError(f"time_limit_s must be positive, or None for no limit. Got {limit_s!r}.")
+    if type(facts["seed"]) is not int:
+        raise ValueError(f"seed must be a whole number. Got {facts['seed']!r}.")
+    if not isinstance(facts["objective"], str | None):
+        raise ValueError(f'objective must be a text, such as "loss". Got {facts["objective"]!r}.')
     sampler = facts["sampler"]
     points = make_space(space, sampler, facts["trials"], facts["seed"])
     job.check(list(points.distributions))
@@ -169,7 +173,7 @@ def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str]
     known = [one for one in module.__all__ if one.endswith(kind.title()) and not one.startswith("Base")]
     if name not in known:
         listed = ", ".join(own)
-        found = nearest(name, (*own, *known))
+        found = nearest(str(name), (*own, *known))
         raise ValueError(f"{kind} must be one of {listed} or one of Optuna's. Got {name!r}. {found}".rstrip())
     made = getattr(module, name)
     try:
@@ -380,7 +384,8 @@ def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random)
             value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))
             point[name] = min(high, max(low, round(value) if whole else value))
         elif step is not None:
-            point[name] = low + step * numbers.randint(0, round((high - low) / step))
+            # the sum is rounded, and the last one may be above `high`, which Optuna refuses
+            point[name] = min(high, low + step * numbers.randint(0, round((high - low) / step)))
         else:
             point[name] = numbers.uniform(low, high)
     return point

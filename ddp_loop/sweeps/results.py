@@ -19,7 +19,7 @@ from ddp_loop.sweeps.folders import STUDY, Ending, Objective, begun_folder, end_
 from ddp_loop.sweeps.jobs import FunctionJob, Point
 from ddp_loop.sweeps.plan import SweepPlan, make_plan
 from ddp_loop.sweeps.running import Say, SweepWorker, in_words, places_of, shortened
-from ddp_loop.sweeps.storage import check_reachable, failures_explained, shown_url
+from ddp_loop.sweeps.storage import check_reachable, failures_explained, shown_url, sqlite_url
 from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def begun(plan: SweepPlan, folder: Path, storage: str | None) -> Iterator[tuple[
         OSError, ValueError: as in `sweep`.
     """
     folder = folder.absolute()
-    url = storage or f"sqlite:///{folder / STUDY}"
+    url = storage or sqlite_url(folder / STUDY)
     if storage is not None:
         check_reachable(url)
     with begun_folder(folder, {**plan.facts, "storage": shown_url(url)}) as facts:
@@ -169,7 +169,8 @@ def help_sweep(plan: SweepPlan, folder: Path, slots: int | None, url: str, say: 
 
 def _open(plan: SweepPlan, url: str, folder: Path, direction: str | None = None) -> TrialQueue:
     beat_s = plan.facts["heartbeat_s"]
-    return TrialQueue(url, folder.name, beat_s=beat_s, grace_s=GRACE * beat_s, direction=direction)
+    is_own = url == sqlite_url(folder / STUDY)
+    return TrialQueue(url, folder.name, is_own=is_own, beat_s=beat_s, grace_s=GRACE * beat_s, direction=direction)
 
 
 def _claim_study(queue: TrialQueue, folder: Path, facts: Mapping[str, Any]) -> None:

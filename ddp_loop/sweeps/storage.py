@@ -258,6 +258,14 @@ def silent() -> Iterator[None]:
         logger.setLevel(before)
 
 
+def sqlite_url(file: Path) -> str:
+    """The URL of the storage in an SQLite file."""
+    require_optuna()  # which needs sqlalchemy
+    from sqlalchemy.engine import URL
+
+    return URL.create("sqlite", database=str(file)).render_as_string()  # a path may have ? and %
+
+
 def shown_url(url: str) -> str:
     """A storage's URL without its password."""
     from sqlalchemy.engine import make_url

@@ -73,6 +73,7 @@ class TrialQueue:
     Args:
         url: of the storage, in SQLAlchemy's form.
         name: of the study.
+        is_own: whether the storage has no other study, so that its one counts by any name: a folder can be renamed.
         beat_s: seconds between two heartbeats of a running attempt.
         grace_s: seconds without one after which an attempt is interrupted.
         direction: "minimize" or "maximize"; creates the study if it is missing. None demands that it is there.
@@ -85,7 +86,9 @@ class TrialQueue:
         StorageUnreachable: the storage cannot be opened, its driver is missing, or it has no such study.
     """
 
-    def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
+    def __init__(
+        self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None, is_own: bool = False
+    ) -> None:
         import optuna
 
         self.url = url
@@ -97,8 +100,9 @@ class TrialQueue:
         self._backend = open_storage(url, beat_s, grace_s, settled, self.patience)
         self._storage = optuna.storages.get_storage(self._backend)  # reads trials that have ended only once
         try:
-            self._name = name
-            self._study_id = self._find_study(name, direction)
+            names = optuna.get_all_study_names(self._storage) if is_own else []
+            self._name = name if name in names or not names else names[0]
+            self._study_id = self._find_study(self._name, direction)
             self.study = self._load()
         except BaseException:
             self.close()

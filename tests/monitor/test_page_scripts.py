@@ -147,6 +147,7 @@ def test_a_search_takes_patterns_and_the_names_of_the_table_of_runs(script: Any)
         '"adam" "w8" why="the page"': ["adam-lr0.1-w8"],
         "w8 name=adam": ["adam-lr0.1-w8"],
         "adam* run=adam-lr0.1-w8": ["adam-lr0.1-w8"],
+        "run==adam-lr0.1-w8": ["adam-lr0.1-w8"],
     }
     each = "page.parse(text, rows.map(([, row]) => row)).test(row)"
     expression = f"{json.dumps([*found])}.map((text) => rows.filter(([, row]) => {each}).map(([name]) => name))"

@@ -70,11 +70,14 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
 
 @pytest.mark.covers("E4")
 def test_the_page_finds_the_runs_that_the_command_finds(tmp_path: Path) -> None:
-    for name in ("a", "a/below", "b/c/d", "before/x", "tables/x", "again/x", ".x/y", "checkpoints/x", "pictures/x"):
+    """A run's own folders have none, and any other folder may have such a name."""
+    own = ("before/x", "tables/x", "checkpoints/x", "pictures/x")
+    for name in ("a", "a/below", "b/c/d", *(f"a/{one}" for one in own), *own, ".x/y", "node_modules/x"):
         write_run(tmp_path / "top" / name)
     (tmp_path / "top" / "link").symlink_to(tmp_path / "top" / "a")
     found = [str(path.relative_to(tmp_path / "top")) for path in find_runs(tmp_path / "top")]
-    assert list(runs_of(RunList([tmp_path / "top"]).look())) == found == ["a", "a/below", "b/c/d"]
+    listed = [run["name"] for run in runs_of(RunList([tmp_path / "top"]).look()).values()]
+    assert listed == found == sorted(["a", "a/below", "b/c/d", *own])
     assert list(runs_of(RunList([tmp_path / "top" / "a"]).look())) == ["a"]  # one run, whatever lies below it
 
 

@@ -96,6 +96,7 @@ def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys
         (["--sort", "loss", "--descending"], ["b", "a", "deep/c"]),
         (["--sort", "state"], ["a", "deep/c", "b"]),
         (["--where", "rate=0.10"], ["a"]),
+        (["--where", "rate==0.1", "--where", "state==done"], ["a"]),
         (["--where", "state=failed"], ["b"]),
         (["--where", "state!=failed", "--where", "width>8"], ["deep/c"]),
         (["--where", "best eval loss <= 0.25"], ["b"]),
@@ -140,6 +141,16 @@ def test_the_values_are_written_as_csv_with_all_digits(runs: Path, tmp_path: Pat
     assert [one["name"] for one in rows] == ["b", "a", "deep/c"]
     assert (rows[0]["rate"], rows[0]["data"], rows[0]["loss"]) == ("0.01", "digits", "5.0")
     assert (rows[2]["loss"], rows[2]["best loss"], rows[1]["folder"]) == ("nan", "", str(runs / "a"))
+
+
+def test_a_file_that_cannot_be_written_is_one_line_with_its_path(runs: Path, capsys: Said) -> None:
+    for command in (
+        ["runs", str(runs), "--csv", f"{runs}/none/it"],
+        ["plot", str(runs / "a"), "-o", f"{runs}/a/run.json"],
+    ):
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ddp_loop {command[0]}: {command[-1]} cannot be read or written (")
 
 
 @pytest.mark.covers("G4")
@@ -248,6 +259,7 @@ def test_a_folder_without_runs_is_refused(command: str, tmp_path: Path, capsys: 
         (["runs", "--where", "rate= "], "A condition compares a column"),
         (["runs", "--sort", "qqqq"], "There are name, state, rate"),
         (["best", "--by", "acuracy"], "Did you mean 'accuracy'?"),
+        (["runs", "--watch", "--csv", "x.csv"], "Leave out --watch or --csv."),
     ],
 )
 def test_an_unknown_column_is_refused_with_the_nearest_one(
@@ -325,6 +337,8 @@ def test_best_of_a_sweep_is_the_done_trial_with_the_best_objective(sweep: Path, 
     known = json.loads((sweep / "sweep.json").read_text())
     (sweep / "sweep.json").write_text(json.dumps(known | {"direction": "maximize"}))
     assert "0.5, the highest of 2" in printed(capsys, "best", sweep)[1]
+    (sweep / "sweep.json").write_text(json.dumps(known))
+    assert "0.5, the highest of 2" in printed(capsys, "best", sweep, "--highest")[1]
 
 
 def test_the_best_run_is_shown_with_its_best_checkpoint(runs: Path, capsys: Said) -> None:

@@ -17,6 +17,8 @@ from ddp_loop.distributed import Pool
 from ddp_loop.reporting import ask_for
 from ddp_loop.sweeps.command import _plan_of
 from ddp_loop.sweeps.folders import Objective, read_sweep
+from ddp_loop.sweeps.jobs import FunctionJob
+from ddp_loop.sweeps.plan import make_space
 from ddp_loop.sweeps.results import TrialResult, say_results
 from ddp_loop.sweeps.running import left_s
 from tests.support.paths import ROOT
@@ -118,6 +120,29 @@ def test_a_sweep_of_a_version_whose_usual_objective_was_the_training_loss_keeps_
     assert (one.objective, one.value, read_sweep(folder)["objective"]) == ("loss", 5.0, "loss")
     with pytest.raises(ValueError, match=r"objective: was 'loss', is 'evaluation\.loss'"):
         sweep(writes, {"x": [3.0]}, folder, slots=1, objective="evaluation.loss")
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_sweep_whose_folder_was_renamed_keeps_its_trials(tmp_path: Path) -> None:
+    """Also between names with letters that a URL writes otherwise."""
+    folder = tmp_path / "lr?50%25"
+    sweep(trivial, {"x": [1, 2]}, folder, slots=1)
+    assert [one.name for one in tmp_path.iterdir()] == [folder.name]
+    moved = folder.rename(tmp_path / "other")
+    assert main(["sweep", "again", str(moved), "--trials", "1", "--slots", "1"]) == 0
+    assert [one.value for one in sweep(trivial, {"x": [1, 2]}, moved, slots=1)] == [1.0, 2.0]
+    assert [len(trial(moved, number)["attempts"]) for number in (0, 1)] == [1, 2]
+
+
+def test_a_keyword_is_the_same_one_at_another_address() -> None:
+    """An object without a repr of its own has its address there, and another one in the process that resumes."""
+    first, second = (FunctionJob(trivial, {"data": one}).facts for one in (object(), object()))
+    assert first == second
+
+
+def test_the_last_step_of_a_range_is_not_above_its_end() -> None:
+    space = make_space({"rate": {"low": 0.1, "high": 0.7, "step": 0.1}}, "random", 50, 0)
+    assert max(float(str(point["rate"])) for point in space.points or ()) == 0.7
 
 
 def test_the_time_left_is_that_of_the_trials_that_ended() -> None:

@@ -1,7 +1,7 @@
 // The search of the list and the filter of the table: words, and conditions such as rate=0.1 loss<0.5 status="timed out".
 
 const WORD = /(?:[^\s"]|"[^"]*"?)+/g;
-const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
+const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|==?|<|>)(.*)$/;
 const BEST = "best ", EVALUATED = /^(best )?eval(?:uated)? /;
 const OF_EPOCHS = /^(best )?epoch /; // columns of `ddp_loop runs`, which the page does not read
 const MOST_BEFORE = 3; // words of a name without quotes before its last one
@@ -61,7 +61,7 @@ export function parse(text, rows) {
       const equals = (row) => row.valuesOf(name).some((one) => isEqual(one, value));
       const begins = (row) => row.valuesOf(name).some((one) => asText(one).startsWith(value));
       const meets = rows.some(equals) ? equals : begins;
-      tests.push(sign === "=" ? meets : (row) => !meets(row));
+      tests.push(sign === "!=" ? (row) => !meets(row) : meets);
     }
   }
   return { test: (row) => tests.every((one) => one(row)), says: wrong.join(" ") };
