@@ -9,14 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, loss_of, network, samples
-from tests.support.training import train, train_plainly
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -65,39 +62,6 @@ def test_lbfgs_calls_its_closure_as_often_as_on_one_device(
     assert calls > 12  # several a step
     # Directions divide by differences of gradients, which cancel: 5e-15 is seen after 4 steps of 4 iterations.
     assert distance(same_on_all([values for values, _ in results]), values_of(model)) <= BOUND
-
-
-class Update:
-    """What comes after the fold: clip, step, schedule the learning rate, average the weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        self.schedule = CosineAnnealingLR(self.optimizer, T_max=12)
-        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-
-    def __call__(self, *_: object) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.optimizer.step()
-        self.schedule.step()
-        self.average.update_parameters(self.model)
-
-    def result(self) -> Tensors:
-        return [torch.tensor(self.schedule.get_last_lr()), *values_of(self.model, self.average)]
-
-
-def update_after_the_fold() -> Tensors:
-    update = Update(model := network())
-    train(model, data=samples(70), batch_size=9, shards=8, state={"o": update.optimizer}, after_fold=update)
-    return update.result()
-
-
-@pytest.mark.covers("B10")
-@pytest.mark.quick_on_gpus
-def test_clipping_and_schedule_and_average_and_accumulation_equal_one_device(on_ranks: OnRanks) -> None:
-    update = Update(model := network())
-    train_plainly(model, data=samples(70), batch_size=9, after_backward=update)
-    assert distance(same_on_all(on_ranks(3, update_after_the_fold)), update.result()) <= BOUND
 
 
 def draw_in_two_passes() -> None:

@@ -20,13 +20,13 @@ from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from benchmarks.payload import travelling
 from tests.support.cases import CASES, SPOILING, Case, make, make_data
 from tests.support.harness import OnRanks
-from tests.support.reference import call_inputs, move_statistics
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -95,6 +95,46 @@ class Branch(nn.Module):
         return self.last((x + branch).flatten(1))  # type: ignore[no-any-return]
 
 
+class Undefined(torch.autograd.Function):
+    """The identity, whose backward gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+class Unusual(nn.Module):
+    """Uses of parameters that torch's tests of DDP try: several forwards of a layer, one for nothing and one without a
+    graph, a functional call, hooks of modules, undefined gradients, layers without a part in it or without outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other, self.unused = (
+            nn.Linear(6, 5),
+            nn.Linear(5, 3),
+            nn.Linear(5, 3),
+            nn.Linear(6, 3),
+        )
+        self.empty = nn.Linear(6, 1)
+        self.empty.weight, self.empty.bias = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(0))
+        self.body.register_forward_pre_hook(lambda module, inputs: (torch.relu(inputs[0]),))
+        self.body.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.one.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 3,))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.other(self.body(rows))
+        with torch.no_grad():
+            aim = self.one(self.body(rows)).tanh()
+        hidden = torch.tanh(self.body(rows))
+        doubled = {name: 2 * parameter for name, parameter in self.other.named_parameters()}
+        found = self.one(hidden) - aim + functional_call(self.other, doubled, (torch.tanh(self.body(2 * rows)),))
+        return found + Undefined.apply(self.unused(rows)) + self.empty(rows).sum(1, keepdim=True)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def instance_norm() -> nn.Module:
     return nn.Sequential(
         nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten(), nn.Linear(8, 3)
@@ -108,6 +148,7 @@ NETWORKS = {
     "buffers": Case(lambda: nn.Sequential(Drift(), nn.Linear(6, 3)), (6,)),
     "complex": Case(lambda: nn.Sequential(Complex(), nn.Linear(3, 3)), (6,)),
     "calls that differ": Case(Calls, (2, 4)),
+    "unusual uses": Case(Unusual, (6,)),
 }
 SYNCED = {
     *("batch norm 1d", "batch norm 2d", "momentum None", "affine off"),
@@ -233,6 +274,8 @@ JOBS_OF_INTEREST = [
     Job("buffers", shards=4, batch_size=3, samples=5, recomputed="not reentrant", loss="held", passes=2),
     Job("no batch norm", loss="held at times", passes=2, bucket_cap_mib=1e-5, batch_size=1, samples=8, frozen_at=9),
     Job("a criterion with parameters", loss="held", shares=(0, 1)),
+    Job("unusual uses", ranks=3),
+    Job("unusual uses", shards=5, loss="several"),
     Job("a branch with few rows", ranks=1, batch_size=1, recomputed="not reentrant", scaler="in a hook"),
     Job("batch norm 1d", is_synced=True, recomputed="not reentrant", loss="several", shares=(0, 1)),
     Job("batch norm 1d", is_synced=True, recomputed="not reentrant", loss="held", shares=(0, 1)),
@@ -496,6 +539,44 @@ def forward_plainly(trained: Trained, shards: list[Piece], opened: dict[str, tor
         mean = torch.stack([share * own[name] for share, own in left]).sum(0)
         buffer.copy_(mean if is_mean else left[-1][1][name])
     move_statistics(model, opened, noted)
+
+
+def call_inputs(model: nn.Module, noted: dict[tuple[int, int], list[torch.Tensor]]) -> list[Any]:
+    """Hooks that note the input of each training batch-norm layer's k-th call in the shard at hand."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    calls = [0] * len(layers)
+
+    def make(number: int) -> Callable[..., None]:
+        def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if layer.training:
+                noted.setdefault((calls[number], number), []).append(inputs[0].detach().clone())
+                calls[number] += 1
+
+        return note
+
+    return [layer.register_forward_pre_hook(make(number)) for number, layer in enumerate(layers)]
+
+
+@torch.no_grad()
+def move_statistics(
+    model: nn.Module, opened: dict[str, torch.Tensor], noted: dict[tuple[int, int], list[torch.Tensor]]
+) -> None:
+    """Move the running statistics as torch would if all shards' values had come in one mini-batch."""
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    for name, layer in layers:
+        for key, buffer in layer.named_buffers():
+            buffer.copy_(opened[f"{name}.{key}" if name else key])
+    for call, number in sorted(noted):
+        layer = layers[number][1]
+        if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
+            continue
+        layer.num_batches_tracked += 1
+        if not any(map(len, noted[call, number])):
+            continue
+        decay = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+        values = torch.cat([one.movedim(1, 0).flatten(1) for one in noted[call, number]], dim=1).double()
+        layer.running_mean.mul_(1 - decay).add_(decay * values.mean(1))
+        layer.running_var.mul_(1 - decay).add_(decay * values.var(1))
 
 
 def joined(shards: list[Piece]) -> tuple[torch.Tensor, ...]:

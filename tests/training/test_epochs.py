@@ -98,6 +98,28 @@ def test_epochs_of_unknown_length_have_their_numbers_too(on_ranks: OnRanks) -> N
     assert on_ranks(3, stream_in_epochs) == [[(1, 3), (2, 3)]] * 3
 
 
+@pytest.mark.parametrize(
+    ("place", "left"),
+    [
+        ((5, 1, 1), 7),
+        ((4, 0, 4), 8),  # at the very end of an epoch
+        ((12, 3, 0), 0),  # a finished run
+        ((20, 5, 0), 0),  # and one of a longer loop
+    ],
+)
+def test_a_loop_makes_the_steps_that_are_left(place: tuple[int, int, int], left: int) -> None:
+    made = []
+    with dl.join_world() as world:
+        loop = loop_over(world, "", model := network(), epochs=3, run_dir=None)
+        loop.load_state_dict(dict(zip(("iteration", "epoch", "position"), place, strict=True)))
+        for step in loop:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+            made.append(step.iteration)
+    assert made == [*range(13 - left, 13)]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------
 
 Misuse = Callable[[dl.Loop, nn.Module], object]

@@ -78,11 +78,6 @@ def test_a_label_that_is_no_number_is_named_on_every_rank(
     refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
 
 
-def test_a_loop_that_can_bear_it_goes_on() -> None:
-    results = train(network(), square, data(nan), on_nonfinite="allow")
-    assert [bool(result.loss.isnan()) for result in results] == [False, False, True, False]
-
-
 def what_is_said_of(values: list[float], dtype: torch.dtype) -> str:
     """The error of a loop with these gradients, one a parameter and a bucket, and of a parameter that has none."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in values)

@@ -123,55 +123,6 @@ def body_and_heads() -> nn.ModuleList:
     return nn.ModuleList([network()[0], heads])
 
 
-def losses_by_turns(model: Any, rows: torch.Tensor, numbers: torch.Tensor) -> list[torch.Tensor]:
-    """From the second mini-batch of 6 on another head takes part, in the shards with the last samples alone."""
-    later = int(numbers[-1]) // 6 - 1
-    used = [0, later] if later >= 0 and int(numbers[-1]) % 6 > 2 else [0]
-    body, heads = model
-    return [heads[one](torch.tanh(body(rows))).square().mean() for one in used]
-
-
-def fold_by_turns(shards: int | None, apart: bool) -> list[Gradients]:
-    found = []
-    with dl.join_world() as world:
-        model = body_and_heads()
-        batches = dl.Batches((samples(24), torch.arange(24)), 6, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False, check_replicas_every=0):
-            for rows, numbers in step:
-                losses = losses_by_turns(model, rows, numbers)
-                while apart and len(losses) > 1:
-                    step.backward(losses.pop(0), more_losses=True)
-                step.backward(torch.stack(losses).sum())
-            step.fold()
-            found.append(gradients_of(model))
-    return found
-
-
-def fold_plainly(shards: int) -> list[Gradients]:
-    found = []
-    model = body_and_heads()
-    for mini_batch in torch.arange(24).split(6):
-        model.zero_grad()
-        for piece in mini_batch.tensor_split(shards):
-            loss = torch.stack(losses_by_turns(model, samples(24)[piece], piece)).sum()
-            (loss * len(piece) / 6).backward()
-        found.append(gradients_of(model))
-    return found
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("shards", "ranks"), [(None, (2,)), (4, (1, 2, 3))])
-def test_what_gets_its_first_gradient_later_counts_in_that_step(
-    shards: int | None, ranks: tuple[int, ...], apart: bool, on_ranks: OnRanks
-) -> None:
-    """Of four shards the last three give it one: g2 + (g3 + g4), on any number of ranks."""
-    with torch.random.fork_rng():
-        wanted = fold_plainly(shards or ranks[0])
-        first, *others = [found for one in ranks for found in on_ranks(one, fold_by_turns, shards, apart)]
-    assert all(is_like(one, other, BOUND) for one, other in zip(first, wanted, strict=True))
-    assert all(is_like(one, other) for found in others for one, other in zip(found, first, strict=True))
-
-
 def give_a_first_gradient_that_is_infinite(world: dl.World, folder: str) -> None:
     """Of a square root at 0, where the loss is finite."""
     model = network()

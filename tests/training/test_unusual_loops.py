@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, is_close, is_same, same_on_all, state_of, values_of
+from tests.support.comparing import Tensors, gradients_of, is_close, is_same, same_on_all, state_of, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, mean_of, network, samples
+from tests.support.training import train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -170,6 +171,32 @@ def clear_within_a_step(world: dl.World, folder: str, place: str) -> None:
 @pytest.mark.parametrize("place", [BACKWARD, FOLD])
 def test_zero_grad_that_loses_a_shards_gradient_is_refused(place: str, refused: Refused) -> None:
     refused(2, clear_within_a_step, place, kind="RuntimeError", said="zero_grad")
+
+
+def fail(slope: torch.Tensor) -> NoReturn:
+    raise ArithmeticError("planted")
+
+
+def train_after_an_error(fails: bool) -> Tensors:
+    """The gradients of a loop; one before it over the same model ended in an error of a backward, on all ranks."""
+
+    def spoiled(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = model[:2](rows)
+        hidden.register_hook(fail)
+        return model[2](hidden).mean()  # type: ignore[no-any-return]
+
+    model = network()
+    with dl.join_world() as world:
+        if fails:
+            with pytest.raises(ArithmeticError, match="planted"):
+                train_in(world, model, spoiled)
+        train_in(world, model, data=samples(6))
+    return gradients_of(model)
+
+
+def test_a_new_loop_after_an_error_of_backward_is_as_any_other(on_ranks: OnRanks) -> None:
+    results = [*on_ranks(3, train_after_an_error, True), *on_ranks(3, train_after_an_error, False)]
+    assert float(same_on_all(results)[0].abs().sum()) > 0
 
 
 # -- a group that is added in mid-run ----------------------------------------------------------------------
