@@ -16,6 +16,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, samples
+from tests.support.training import sgd, take
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -34,7 +35,7 @@ def network() -> nn.Sequential:
 def train_plainly() -> Tensors:
     """One device: torch's own loop on the same mini-batches."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
     for rows in samples(SAMPLES).split(6) * 2:
         optimizer.zero_grad()
         loss_of(model, rows).backward()
@@ -47,9 +48,9 @@ def train(is_low: bool, shards: int | None) -> Tensors:
     dtype = torch.float32 if is_low else torch.float64
     with dl.join_world() as world:
         model = network().to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, 0.9)
         dl.sync_batch_norm(model, world)
-        options: dict[str, Any] = {"run_dir": None, "shards": shards, "allow_single_sample_shards": True}
+        options: dict[str, Any] = {"shards": shards, "allow_single_sample_shards": True}
         for step in loop_over(world, "", model, optimizer, count=SAMPLES, epochs=2, **options):
             for rows in step:
                 with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
@@ -61,7 +62,6 @@ def train(is_low: bool, shards: int | None) -> Tensors:
 
 
 @pytest.mark.covers("D5")
-@pytest.mark.both_exchanges
 @pytest.mark.parametrize(("is_low", "bound"), [(False, 1e-10), (True, 0.05)])  # a step's rounding, amplified by 6 steps
 @pytest.mark.parametrize(("ranks", "shards"), [(3, None), (3, 2), (1, None)])
 @pytest.mark.quick_on_gpus
@@ -158,9 +158,7 @@ def train_on_several_shards(world: dl.World, folder: str, is_late: bool) -> None
     loop = loop_over(world, folder, model, count=12, shards=3, allow_single_sample_shards=True)
     dl.sync_batch_norm(model, world)  # synced layers stay as they are
     for step in loop:
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -28,7 +28,7 @@ def close_in(line_search: str | None, shards: int | None) -> tuple[Tensors, int]
     with dl.join_world() as world:
         model, optimizer = lbfgs(line_search)
         passes = 0
-        for step in loop_over(world, "", model, optimizer, run_dir=None, shards=shards):
+        for step in loop_over(world, "", model, optimizer, shards=shards):
 
             def closure(step: dl.Step = step) -> torch.Tensor:
                 for rows in step:
@@ -66,7 +66,7 @@ def test_lbfgs_calls_its_closure_as_often_as_on_one_device(
 
 def draw_in_two_passes() -> None:
     with dl.join_world(seed=5) as world:
-        for step in loop_over(world, "", model := network(), run_dir=None, shards=3):
+        for step in loop_over(world, "", model := network(), shards=3):
             drawn = []
             for _ in range(2):
                 for rows in step:

@@ -21,6 +21,7 @@ from tests.support.cases import CLASSES, make_data
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, state_of
 from tests.support.compiling import compiling
 from tests.support.harness import OnRanks
+from tests.support.training import sgd
 
 HAS_COMPILER = shutil.which("g++") is not None
 pytestmark = [
@@ -57,7 +58,7 @@ def train(
         model = network(dropout)
         if synced:
             dl.sync_batch_norm(model, world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, 0.9)
         call: Any = torch.compile(model, dynamic=dynamic) if "model" in compiled else model
         loss: Any = torch.compile(cross_entropy, dynamic=dynamic) if "loss" in compiled else cross_entropy
         data = make_data((2, 4), SAMPLES)

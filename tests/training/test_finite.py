@@ -20,7 +20,7 @@ from tests.support.comparing import is_same, values_of
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks, caught
 from tests.support.refusals import ALL, Refused, network, samples
-from tests.support.training import train
+from tests.support.training import sgd, train
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -40,7 +40,7 @@ def square(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torc
 
 def train_on_a_bad_label(world: dl.World, folder: str, bad: float, shards: int | None) -> None:
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     batches = dl.Batches(data(bad), 6, world, shards=shards, seed=5)
     state = {"model": model, "optimizer": optimizer}
     for step in dl.Loop(batches, 1, state=state, run_dir=folder, progress=False):

@@ -19,6 +19,7 @@ from tests.support.comparing import Tensors, distance, is_same, same_on_all, sta
 from tests.support.gathering import encoder, spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, Refused, loop_over, network, samples
+from tests.support.training import sgd
 
 pytestmark = [pytest.mark.covers("D13"), pytest.mark.on_gpus_too]
 
@@ -133,7 +134,7 @@ def results_of(model: nn.Module) -> Tensors:
 def model_of(build: Build) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = build() if build is Phases else build().double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, sgd(model)
 
 
 def train(scene: Scene, build: Build, shards: int) -> Tensors:
@@ -175,7 +176,7 @@ def test_what_is_drawn_after_a_gather_does_not_depend_on_the_ranks(on_ranks: OnR
 def train_on_copies(world: dl.World, folder: str, has_graph: bool) -> None:
     """As caches of gradients do it: a loss of leaves that the script makes of the outputs."""
     model = model_of(encoder)[0]
-    for step in loop_over(world, "", model, run_dir=None):
+    for step in loop_over(world, "", model):
         for rows in step:
             outputs = model(rows)
             step.hold(outputs if has_graph else outputs.detach())

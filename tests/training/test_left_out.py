@@ -16,7 +16,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, BOUND, Refused, loop_over, loss_of, network, samples
-from tests.support.training import train, train_in
+from tests.support.training import sgd, train, train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -35,9 +35,9 @@ def train_with_a_copy(kind: str | None, shards: int | None) -> tuple[Tensors, li
     begun: list[int] = []
     with dl.join_world() as world:
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, 0.9)
         copies = [] if kind is None else [COPIES[kind](model)]
-        options: dict[str, Any] = {"run_dir": None, "bucket_cap_mib": 1e-6, "check_replicas_every": 1}
+        options: dict[str, Any] = {"bucket_cap_mib": 1e-6, "check_replicas_every": 1}
         loop = loop_over(world, "", model, optimizer, *copies, shards=shards, **options)
         for step in loop:
             for rows in step:
@@ -85,7 +85,7 @@ def distill_from_an_average(detached: bool) -> list[Gradients]:
         aim = average(rows).detach() if detached else average(rows)
         return loss_of(model, rows) + mse_loss(model(rows), 2 * aim)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     return train(
         model, loss, optimizer=optimizer, state={"average": average},
         after_fold=lambda step, result: gradients_of(model, average),
@@ -103,7 +103,7 @@ def train_the_average(in_state: bool) -> bool:
     """Whether all parameters of an averaged model move where that is the model that is trained."""
     model = AveragedModel(network())
     before = values_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     train(model, optimizer=optimizer if in_state else None)
     optimizer.step()
     return not any(map(torch.equal, before, values_of(model)))
@@ -145,7 +145,7 @@ def plans_of_heads_by_turns() -> list[int]:
     with dl.join_world() as world:
         model = body_and_heads()
         heads: Any = model[1]
-        loop = loop_over(world, "", model, count=36, run_dir=None)
+        loop = loop_over(world, "", model, count=36)
         seen: list[object] = []
         for step in loop:
             for rows in step:
@@ -194,7 +194,7 @@ def train_adversaries(world: dl.World | None, shards: int | None = None) -> Tens
     nets = nn.ModuleList([nn.Linear(4, 4).double(), network()])
     for one in nets[0].parameters():
         nn.init.constant_(one, 0.2)
-    optimizer = torch.optim.SGD(nets.parameters(), lr=0.1)
+    optimizer = sgd(nets)
     if world is None:
         for rows in samples(24).split(6):
             for trains_critic in (False, True):

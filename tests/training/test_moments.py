@@ -17,7 +17,7 @@ from ddp_loop.training.rows import use_moments
 from tests.support.comparing import is_same
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over
-from tests.support.training import train, train_in
+from tests.support.training import sgd, train, train_in
 
 pytestmark = [pytest.mark.covers("J13", "D4"), pytest.mark.on_gpus_too]
 
@@ -51,7 +51,7 @@ def mean_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def train_mixed(dtype: torch.dtype, moments: bool, shards: int = 64) -> Named:
     """The statistics after three steps, and the weights. Of 100 shards ten are empty, 64 are unequal."""
     model = mixed().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
     rows = torch.randn(270, 2, 3, generator=torch.Generator().manual_seed(2)).to(dtype)
     with travelling(moments=moments):
         train(model, mean_of, rows, 90, optimizer=optimizer, shards=shards, allow_single_sample_shards=True)

@@ -16,6 +16,7 @@ from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, loss_of, network
 from tests.support.resuming import BUILDS, Ended, different, train
+from tests.support.training import sgd
 
 # torch does not see the steps of an optimizer that a scaler makes.
 pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.on_gpus_too]
@@ -64,7 +65,7 @@ def test_in_memory_a_sum_has_the_trees_order_also_with_a_shard_per_rank(ranks: i
 def momentum_of_negative_zeros(samples: int) -> str:
     """Gradients of -0.0, which a sum with zeros would make 0.0."""
     model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
     data = torch.ones(samples, 2)
     training.train(model, lambda model, rows: model.weight.sum() * -0.0, data, samples, optimizer=optimizer, shards=4)
     return digest(optimizer.state[model.weight]["momentum_buffer"])
@@ -82,7 +83,7 @@ def spare_buffers() -> list[int]:
     with dl.join_world() as world:
         model = network()
         kept = []
-        loop = loop_over(world, "", model, shards=8, epochs=2, run_dir=None)
+        loop = loop_over(world, "", model, shards=8, epochs=2)
         for step in loop:
             for number, rows in enumerate(step):
                 step.backward(loss_of(model, rows), weight=len(rows) if number else 0)

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, loss_of, network
-from tests.support.training import LossOf, train
+from tests.support.training import LossOf, sgd, train
 
 pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
 
@@ -43,7 +43,7 @@ def train_criterion(
     optimizer = torch.optim.SGD(trained, lr=0.1, fused=fused)
     more: dict[str, object] = {"in state": criterion, "in an optimizer of state": optimizer}
     known = [more[how]] if how in more else []
-    for step in loop_over(world, "", model, *known, run_dir=folder, shards=shards, epochs=epochs, count=count):
+    for step in loop_over(world, folder, model, *known, shards=shards, epochs=epochs, count=count):
         for rows in step:
             if how == "held":
                 step.hold(model(rows), rows)
@@ -105,7 +105,7 @@ def distilled(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def train_otherwise(loss: LossOf) -> None:
     model = network()
-    train(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=4)
+    train(model, loss, optimizer=sgd(model), epochs=4)
 
 
 @pytest.mark.parametrize("loss", [scaled, with_slope, distilled])

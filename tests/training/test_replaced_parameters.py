@@ -14,6 +14,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, loss_of, network, samples
+from tests.support.training import sgd, take
 
 pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
 
@@ -49,44 +50,37 @@ def change(model: Any, how: str, rank: int = 0) -> None:
         model[1] = nn.Tanh()
 
 
-def momentum_over(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def train(how: str, at: str, shards: int | None) -> Tensors:
     with dl.join_world() as world:
         model = network()
-        optimizer = momentum_over(model)
-        for step in loop_over(world, ".", model, run_dir=None, shards=shards):
+        optimizer = sgd(model, 0.9)
+        for step in loop_over(world, "", model, shards=shards):
             if (step.iteration, at) == (3, "before the shards"):
                 change(model, how, world.rank)
-                optimizer = momentum_over(model)
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+                optimizer = sgd(model, 0.9)
+            take(step, model)
             optimizer.step()
             if (step.iteration, at) == (2, "after the step"):
                 change(model, how, world.rank)
-                optimizer = momentum_over(model)
+                optimizer = sgd(model, 0.9)
         return [*values_of(model), *(one.double() for one in model.buffers())]
 
 
 def train_plainly(how: str) -> Tensors:
     model = network()
-    optimizer = momentum_over(model)
+    optimizer = sgd(model, 0.9)
     for number, rows in enumerate(samples(24).split(6), 1):
         if number == 3:
             change(model, how)
-            optimizer = momentum_over(model)
+            optimizer = sgd(model, 0.9)
         optimizer.zero_grad()
         loss_of(model, rows).backward()
         optimizer.step()
     return values_of(model)
 
 
-@pytest.mark.parametrize("at", ["before the shards", "after the step"])
+@pytest.mark.parametrize(("at", "ranks", "shards"), [("before the shards", 3, 7), ("after the step", 2, None)])
 @pytest.mark.parametrize("how", ["head", "another head on each rank", "assign", "parameter"])
-@pytest.mark.parametrize(("ranks", "shards"), [(3, 7), (2, None)])
 @pytest.mark.quick_on_gpus
 def test_replaced_parameters_are_rank_0s_and_folded_like_the_ones_before(
     how: str, at: str, ranks: int, shards: int | None, on_ranks: OnRanks
@@ -131,11 +125,9 @@ def grow_in_forward(world: dl.World, folder: str | None, how: str, shards: int |
     """The number of the folds that the steps had."""
     model = Growing(how)
     folds = set()
-    loop = loop_over(world, "", model, run_dir=folder, count=count, shards=shards, epochs=4)
+    loop = loop_over(world, folder, model, count=count, shards=shards, epochs=4)
     for step in loop:
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         folds.add(id(loop.fold))
     return len(folds)
 
@@ -198,11 +190,9 @@ def count_in_forward(world: dl.World, folder: str | None, how: str) -> int:
     if how == "before, in inference mode":
         with torch.inference_mode():
             model.seen = torch.zeros(1)
-    loop = loop_over(world, "", model, run_dir=folder, count=24)
+    loop = loop_over(world, folder, model, count=24)
     for step in loop:
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         if how == "between steps" and model.seen is not None:
             model.seen += 1
     return loop.iteration
@@ -229,16 +219,14 @@ def test_a_table_that_a_forward_makes_may_be_made_again_or_changed_between_steps
 def lose_buffers() -> Tensors:
     with dl.join_world() as world:
         model = network()
-        optimizer = momentum_over(model)
+        optimizer = sgd(model, 0.9)
         prune.random_unstructured(model[2], "weight", 0.5)
         model[0].register_buffer("seen", torch.zeros(()))
-        for step in loop_over(world, ".", model, run_dir=None):
+        for step in loop_over(world, "", model):
             if step.iteration == 3:
                 prune.remove(model[2], "weight")
                 del model[0].seen
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             optimizer.step()
         return values_of(model)
 

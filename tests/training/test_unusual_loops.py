@@ -17,7 +17,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, is_close, is_same, same_on_all, state_of, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, mean_of, network, samples
-from tests.support.training import train_in
+from tests.support.training import sgd, take, train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -42,13 +42,13 @@ def act_in_a_loop(
     model = norm_network()
     if is_synced:
         dl.sync_batch_norm(model, world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
 
     def reach(here: str) -> None:
         if here == place:
             act(world, model)
 
-    for step in loop_over(world, "", model, optimizer, run_dir=folder, bucket_cap_mib=1e-5, **keywords):
+    for step in loop_over(world, folder, model, optimizer, bucket_cap_mib=1e-5, **keywords):
         reach(FIRST)
         for rows in step:
             reach(BACKWARD)
@@ -213,8 +213,8 @@ def add_a_group(world: dl.World, folder: str, place: str, adder: int = ALL, diff
     """In the second step, or right before it; its layer takes part from then on."""
     model = network()
     head = head_of(0.5 if differing and world.rank > 0 else 0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in loop_over(world, "", model, optimizer, run_dir=folder or None):
+    optimizer = sgd(model)
+    for step in loop_over(world, folder, model, optimizer):
         if (step.iteration, place) == (2, FIRST) and does_it(world, adder):
             optimizer.add_param_group({"params": list(head.parameters())})
         for rows in step:
@@ -235,7 +235,7 @@ def add_on_a_rank(place: str, differing: bool) -> Tensors:
 def add_plainly() -> Tensors:
     model = network()
     head = head_of(0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for number, rows in enumerate(samples(24).split(6), 1):
         if number == 2:
             optimizer.add_param_group({"params": list(head.parameters())})
@@ -272,9 +272,7 @@ def run_two_loops(how: str) -> Tensors:
     with dl.join_world() as world:
         first = norm_network()
         models = [first, norm_network() if how == "two models" else first]
-        loops = (
-            loop_over(world, "", model, run_dir=None, bucket_cap_mib=1e-5) for model in models
-        )  # made when reached
+        loops = (loop_over(world, "", model, bucket_cap_mib=1e-5) for model in models)  # made when reached
         if how == "one after the other":
             for step in chain.from_iterable(loops):
                 make(step, first)
@@ -286,10 +284,8 @@ def run_two_loops(how: str) -> Tensors:
 
 
 def make(step: dl.Step, model: nn.Module) -> None:
-    for rows in step:
-        step.backward(loss_of(model, rows))
-    step.fold()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    take(step, model)
+    sgd(model).step()
 
 
 @pytest.mark.parametrize("how", ORDERS)
@@ -298,7 +294,7 @@ def test_two_loops_do_not_disturb_each_other(how: str, on_ranks: OnRanks) -> Non
     for rows in ORDERS[how](list(samples(24).split(6))):
         model.zero_grad()
         loss_of(model, rows).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        sgd(model).step()
     (alone,) = on_ranks(1, run_two_loops, how)  # one shard in all: batch norm sees the whole mini-batch
     assert is_same(alone, state_of(model))
     assert not is_same(same_on_all(on_ranks(2, run_two_loops, how)), alone)
