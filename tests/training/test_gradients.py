@@ -12,7 +12,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import ALL, Refused, does_it
 from tests.support.training import train_in
 
@@ -71,11 +71,6 @@ def count_rows(world: dl.World, folder: str, kind: Any, shards: int | None) -> N
     dl.Loop(batches, 1, state={"model": kind(8, 3, scale_grad_by_freq=True)}, run_dir=folder or None, progress=False)
 
 
-def count_rows_in_a_world(kind: Any) -> None:
-    with dl.join_world() as world:
-        count_rows(world, "", kind, None)
-
-
 @pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
 def test_sparse_gradients_are_refused_with_the_remedy(refused: Refused) -> None:
     said = "The fold takes dense gradients. .* Make the embedding with sparse=False"
@@ -93,7 +88,7 @@ def test_a_gradient_divided_by_counts_in_the_shard_is_refused(
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_one_shard_may_divide_by_the_counts_in_it(kind: type[nn.Module], on_ranks: OnRanks) -> None:
-    on_ranks(1, count_rows_in_a_world, kind)
+    on_ranks(1, in_world, count_rows, "", kind, None)
 
 
 def test_a_forward_that_changes_parameters_is_refused(refused: Refused) -> None:

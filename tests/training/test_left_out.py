@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, values_of
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import ALL, BOUND, Refused, loop_over, loss_of, network, samples
 from tests.support.training import sgd, train, train_in
 
@@ -212,16 +212,11 @@ def train_adversaries(world: dl.World | None, shards: int | None = None) -> Tens
     return values_of(nets)
 
 
-def train_adversaries_in_a_world(shards: int | None) -> Tensors:
-    with dl.join_world() as world:
-        return train_adversaries(world, shards)
-
-
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 3), (2, None), (3, 6)])
 def test_a_network_may_be_frozen_and_unfrozen_in_the_shards(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     with torch.random.fork_rng():
         wanted = train_adversaries(None)
-    for found in on_ranks(ranks, train_adversaries_in_a_world, shards):
+    for found in on_ranks(ranks, in_world, train_adversaries, shards):
         assert all(torch.allclose(one, other, rtol=BOUND, atol=BOUND) for one, other in zip(found, wanted, strict=True))
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network
 from tests.support.training import LossOf, sgd, train
 
@@ -74,14 +74,9 @@ def test_a_criterion_that_is_trained_outside_of_state_is_named(
     refused(ranks, train_criterion, *how, kind="RuntimeError", said=SAID)
 
 
-def train_soundly(how: str) -> None:
-    with dl.join_world() as world:
-        train_criterion(world, None, how, 7)
-
-
 @pytest.mark.parametrize("how", ["in state", "in an optimizer of state", "frozen", "not trained"])
 def test_what_is_known_frozen_or_not_trained_is_no_matter(how: str, on_ranks: OnRanks) -> None:
-    on_ranks(3, train_soundly, how)
+    on_ranks(3, in_world, train_criterion, None, how, 7)
 
 
 def scaled(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:

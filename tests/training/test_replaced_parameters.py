@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network, samples
 from tests.support.training import sgd, take
 
@@ -145,15 +145,9 @@ def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
     refused(ranks, grow_in_forward, how, shards, count, kind="RuntimeError", said=said)
 
 
-def grow_on_one_rank(how: str) -> int:
-    """On a rank alone: the other one has no shard."""
-    with dl.join_world() as world:
-        return grow_in_forward(world, None, how, None, 1)
-
-
 @pytest.mark.parametrize("how", ["activation", "table"])
 def test_modules_without_tensors_and_buffers_that_stay_change_nothing(how: str, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, grow_on_one_rank, how) == [1, 1]
+    assert on_ranks(2, in_world, grow_in_forward, None, how, None, 1) == [1, 1]
 
 
 class Counting(nn.Sequential):
@@ -204,16 +198,11 @@ def test_a_buffer_that_a_forward_makes_and_changes_is_refused(how: str, refused:
     refused(2, count_in_forward, how, kind="RuntimeError", said=r"model\.seen was made later\. Register it with its")
 
 
-def count_to_the_end(how: str) -> int:
-    with dl.join_world() as world:
-        return count_in_forward(world, None, how)
-
-
 @pytest.mark.parametrize(
     "how", ["the same again", "of another shape", "between steps", "in inference mode", "before, in inference mode"]
 )
 def test_a_table_that_a_forward_makes_may_be_made_again_or_changed_between_steps(how: str, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, count_to_the_end, how) == [4, 4]
+    assert on_ranks(2, in_world, count_in_forward, None, how) == [4, 4]
 
 
 def lose_buffers() -> Tensors:

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, is_close, is_same, same_on_all, state_of, values_of
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, mean_of, network, samples
 from tests.support.training import sgd, take, train_in
 
@@ -59,11 +59,6 @@ def act_in_a_loop(
         optimizer.step()
         reach(LAST)
     return state_of(model)
-
-
-def act_on_a_rank(act: Act, place: str, **keywords: Any) -> Tensors:
-    with dl.join_world() as world:
-        return act_in_a_loop(world, None, act, place, **keywords)
 
 
 def nothing(world: dl.World, model: nn.Module) -> None:
@@ -154,23 +149,14 @@ CHANGES_NOTHING = [
 def test_what_is_no_part_of_the_step_changes_no_bit(
     act: Act, place: str, how: dict[str, Any], on_ranks: OnRanks
 ) -> None:
-    wanted = same_on_all(on_ranks(2, act_on_a_rank, nothing, "", **how))
-    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, act, place, **how)), wanted)
+    wanted = same_on_all(on_ranks(2, in_world, act_in_a_loop, None, nothing, "", **how))
+    assert is_same(same_on_all(on_ranks(2, in_world, act_in_a_loop, None, act, place, **how)), wanted)
 
 
 @pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
 def test_pickling_the_model_in_mid_run_changes_no_bit(on_ranks: OnRanks) -> None:
-    wanted = on_ranks(2, act_on_a_rank, nothing, "")
-    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, unpickle, BACKWARD)), wanted[0])
-
-
-def clear_within_a_step(world: dl.World, folder: str, place: str) -> None:
-    act_in_a_loop(world, folder, clear, place, shards=3)
-
-
-@pytest.mark.parametrize("place", [BACKWARD, FOLD])
-def test_zero_grad_that_loses_a_shards_gradient_is_refused(place: str, refused: Refused) -> None:
-    refused(2, clear_within_a_step, place, kind="RuntimeError", said="zero_grad")
+    wanted = on_ranks(2, in_world, act_in_a_loop, None, nothing, "")
+    assert is_same(same_on_all(on_ranks(2, in_world, act_in_a_loop, None, unpickle, BACKWARD)), wanted[0])
 
 
 def fail(slope: torch.Tensor) -> NoReturn:
@@ -227,11 +213,6 @@ def add_a_group(world: dl.World, folder: str, place: str, adder: int = ALL, diff
     return values_of(model, head)
 
 
-def add_on_a_rank(place: str, differing: bool) -> Tensors:
-    with dl.join_world() as world:
-        return add_a_group(world, "", place, differing=differing)
-
-
 def add_plainly() -> Tensors:
     model = network()
     head = head_of(0.25)
@@ -250,7 +231,7 @@ def add_plainly() -> Tensors:
 def test_a_group_added_in_mid_run_is_trained_as_in_the_plain_loop_from_rank_0s_values(
     place: str, differing: bool, on_ranks: OnRanks
 ) -> None:
-    assert is_close(same_on_all(on_ranks(3, add_on_a_rank, place, differing)), add_plainly())
+    assert is_close(same_on_all(on_ranks(3, in_world, add_a_group, "", place, differing=differing)), add_plainly())
 
 
 @pytest.mark.slow
