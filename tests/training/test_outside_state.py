@@ -12,7 +12,7 @@ from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network
 from tests.support.training import LossOf, sgd, train
 
-pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
+pytestmark = pytest.mark.covers("J4")
 
 SAID = r"must be part of state.* centre of a Criterion, shape \(1,\), got gradients and was changed.*Add its module"
 
@@ -67,7 +67,6 @@ def train_criterion(
         (1, ("outside", None, 130, False, 24, 50)),  # in 200 steps: found in step 192
     ],
 )
-@pytest.mark.quick_on_gpus
 def test_a_criterion_that_is_trained_outside_of_state_is_named(
     ranks: int, how: tuple[str, int], refused: Refused
 ) -> None:

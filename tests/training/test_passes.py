@@ -1,6 +1,6 @@
-"""Ordinary torch lines around the fold: closures, clipping, schedules, averages.
+"""Passes that repeat a step's shards, as the closures of LBFGS do.
 
-The networks have no batch norm, so one device on the whole mini-batch is the truth; in float64 the bound is 1e-12
+The network has no batch norm, so one device on the whole mini-batch is the truth; in float64 the bound is 1e-12
 relative to the largest element of each tensor: no sum here has more than some hundred terms, each rounded at 1.1e-16.
 """
 
@@ -14,39 +14,29 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, loss_of, network, samples
+from tests.support.training import take
 
-pytestmark = pytest.mark.on_gpus_too
 
-
-def lbfgs(line_search: str | None) -> tuple[nn.Module, torch.optim.LBFGS]:
+def lbfgs() -> tuple[nn.Module, torch.optim.LBFGS]:
     model = network()
-    return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
+    return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def close_in(line_search: str | None, shards: int | None) -> tuple[Tensors, int]:
+def close_in() -> tuple[Tensors, int]:
     """The parameters, and how often the steps were iterated."""
     with dl.join_world() as world:
-        model, optimizer = lbfgs(line_search)
+        model, optimizer = lbfgs()
         passes = 0
-        for step in loop_over(world, "", model, optimizer, shards=shards):
-
-            def closure(step: dl.Step = step) -> torch.Tensor:
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                return step.fold().loss
-
-            optimizer.step(closure)
+        for step in loop_over(world, "", model, optimizer, shards=5):
+            optimizer.step(lambda step=step: take(step, model).loss)  # type: ignore[misc]
             passes += step.passes
         return values_of(model), passes
 
 
 @pytest.mark.covers("B10")
-@pytest.mark.parametrize(("line_search", "ranks", "shards"), [(None, 3, None), ("strong_wolfe", 2, 5)])
 @pytest.mark.slow
-def test_lbfgs_calls_its_closure_as_often_as_on_one_device(
-    line_search: str | None, ranks: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    model, optimizer = lbfgs(line_search)
+def test_lbfgs_calls_its_closure_as_often_as_on_one_device(on_ranks: OnRanks) -> None:
+    model, optimizer = lbfgs()
     for rows in samples(24).split(6):
 
         def closure(rows: torch.Tensor = rows) -> torch.Tensor:
@@ -57,8 +47,8 @@ def test_lbfgs_calls_its_closure_as_often_as_on_one_device(
 
         optimizer.step(closure)
     calls = optimizer.state[next(model.parameters())]["func_evals"]
-    results = on_ranks(ranks, close_in, line_search, shards)
-    assert [passes for _, passes in results] == [calls] * ranks
+    results = on_ranks(3, close_in)
+    assert [passes for _, passes in results] == [calls] * 3
     assert calls > 12  # several a step
     # Directions divide by differences of gradients, which cancel: 5e-15 is seen after 4 steps of 4 iterations.
     assert distance(same_on_all([values for values, _ in results]), values_of(model)) <= BOUND
