@@ -107,6 +107,10 @@ class Undefined(torch.autograd.Function):
         return None
 
 
+def triple(module: nn.Module, slopes: Any, _: Any) -> tuple[torch.Tensor]:
+    return (3 * slopes[0],)
+
+
 class Unusual(nn.Module):
     """Uses of parameters that torch's tests of DDP try: several forwards of a layer, one for nothing and one without a
     graph, a functional call, hooks of modules, undefined gradients, layers without a part in it or without outputs."""
@@ -123,7 +127,7 @@ class Unusual(nn.Module):
         self.empty.weight, self.empty.bias = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(0))
         self.body.register_forward_pre_hook(lambda module, inputs: (torch.relu(inputs[0]),))
         self.body.register_forward_hook(lambda module, inputs, output: output * 2)
-        self.one.register_full_backward_hook(lambda module, slopes, _: tuple(3 * one for one in slopes))
+        self.one.register_full_backward_hook(triple)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.other(self.body(rows))

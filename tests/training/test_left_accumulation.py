@@ -52,7 +52,7 @@ def warned(move: str, every: int = 1, first: int = 1, passes: int = 1, spoils: b
         ]
 
 
-@pytest.mark.parametrize(("move", "every", "first"), zip(MOVES, (4, 2, 4, 2), (1, 2, 1, 2), strict=True))
+@pytest.mark.parametrize(("move", "every", "first"), [*zip(MOVES, (4, 2, 4, 2), (1, 2, 1, 2), strict=True)])
 @pytest.mark.quick_on_gpus
 def test_it_is_said_once_from_rank_0(move: str, every: int, first: int, on_ranks: OnRanks) -> None:
     said, nothing = on_ranks(2, warned, move, every, first)

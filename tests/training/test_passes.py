@@ -28,7 +28,7 @@ def close_in() -> tuple[Tensors, int]:
         model, optimizer = lbfgs()
         passes = 0
         for step in loop_over(world, "", model, optimizer, shards=5):
-            optimizer.step(lambda step=step: take(step, model).loss)  # type: ignore[misc]
+            optimizer.step(lambda step=step: take(step, model).loss)
             passes += step.passes
         return values_of(model), passes
 
