@@ -55,11 +55,11 @@ def test_a_plain_sum_gives_other_bits(on_ranks: OnRanks) -> None:
 
 @pytest.mark.covers("H7")
 @pytest.mark.one_device("cpu", "GPUs add up over NCCL, whose order is its own")
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_in_memory_a_sum_has_the_trees_order_also_with_a_shard_per_rank(ranks: int, on_ranks: OnRanks) -> None:
-    (fixed,) = on_ranks(1, train, "", shards=ranks)
+def test_in_memory_a_sum_has_the_trees_order_also_with_a_shard_per_rank(on_ranks: OnRanks) -> None:
+    """Of three ranks both orders are one."""
+    (fixed,) = on_ranks(1, train, "", shards=4)
     with exchange_of(MEMORY):
-        assert different(of_all(on_ranks(ranks, train, "", shards=None)), fixed) == []
+        assert different(of_all(on_ranks(4, train, "", shards=None)), fixed) == []
 
 
 def momentum_of_negative_zeros(samples: int) -> str:
