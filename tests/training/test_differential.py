@@ -112,30 +112,31 @@ def triple(module: nn.Module, slopes: Any, _: Any) -> tuple[torch.Tensor]:
 
 
 class Unusual(nn.Module):
-    """Uses of parameters that torch's tests of DDP try: several forwards of a layer, one for nothing and one without a
-    graph, a functional call, hooks of modules, undefined gradients, layers without a part in it or without outputs."""
+    """Uses of parameters that torch's tests of DDP try.
+
+    Several forwards of a layer, one for nothing and one without a graph; a functional call, hooks of modules, nested
+    outputs; a layer whose gradients are undefined, and one without outputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.one, self.other, self.unused = (
-            nn.Linear(6, 5),
-            nn.Linear(5, 3),
-            nn.Linear(5, 3),
-            nn.Linear(6, 3),
-        )
-        self.empty = nn.Linear(6, 1)
-        self.empty.weight, self.empty.bias = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(0))
+        self.body = nn.Linear(6, 5)
+        self.one = nn.Linear(5, 3)
+        self.other = nn.Linear(5, 3)
+        self.unused = nn.Linear(6, 3)
+        self.empty = nn.Linear(6, 1, bias=False)
+        self.empty.weight = nn.Parameter(torch.empty(0, 6))
         self.body.register_forward_pre_hook(lambda module, inputs: (torch.relu(inputs[0]),))
-        self.body.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.body.register_forward_hook(lambda module, inputs, output: {"hidden": [output * 2]})
         self.one.register_full_backward_hook(triple)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        self.other(self.body(rows))
+        self.other(self.body(rows)["hidden"][0])
         with torch.no_grad():
-            aim = self.one(self.body(rows)).tanh()
-        hidden = torch.tanh(self.body(rows))
+            aim = self.one(self.body(rows)["hidden"][0]).tanh()
+        hidden = torch.tanh(self.body(rows)["hidden"][0])
         doubled = {name: 2 * parameter for name, parameter in self.other.named_parameters()}
-        found = self.one(hidden) - aim + functional_call(self.other, doubled, (torch.tanh(self.body(2 * rows)),))
+        found = self.one(hidden) - aim + functional_call(self.other, doubled, (self.body(2 * rows)["hidden"][0],))
         return found + Undefined.apply(self.unused(rows)) + self.empty(rows).sum(1, keepdim=True)  # type: ignore[no-any-return, no-untyped-call]
 
 
