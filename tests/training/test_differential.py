@@ -120,10 +120,10 @@ class Unusual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.unused = nn.Linear(6, 3)  # the first layer, which jobs freeze: torch warns of a hook without an input
         self.body = nn.Linear(6, 5)
         self.one = nn.Linear(5, 3)
         self.other = nn.Linear(5, 3)
-        self.unused = nn.Linear(6, 3)
         self.empty = nn.Linear(6, 1, bias=False)
         self.empty.weight = nn.Parameter(torch.empty(0, 6))
         self.body.register_forward_pre_hook(lambda module, inputs: (torch.relu(inputs[0]),))
