@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 
 def train(world: dl.World, model: nn.Module, act: Act, shards: int | None, count: int = 24) -> Tensors:
     """The buffers after an epoch in which `act` does what is done with a shard."""
-    for step in loop_over(world, ".", model, run_dir=None, shards=shards, count=count, check_replicas_every=1):
+    for step in loop_over(world, "", model, shards=shards, count=count, check_replicas_every=1):
         for rows in step:
             act(step, rows)
         step.fold()

@@ -71,7 +71,7 @@ def go_apart(how: str) -> tuple[str, str, int | None]:
     """Rank 0 makes a collective of its own after step 3, and rank 1 folds step 4."""
     try:
         with dl.join_world(timeout_s=20) as world:
-            for step in loop_over(world, "", model := network(), run_dir=None):
+            for step in loop_over(world, "", model := network()):
                 for rows in step:
                     step.backward(loss_of(model, rows))
                 step.fold()

@@ -61,7 +61,7 @@ def wait_for_a_later_sum(world: dl.World) -> None:
 
 def steps(world: dl.World, evaluates: bool) -> None:
     model = network()
-    for step in loop_over(world, None, model):  # type: ignore[arg-type]
+    for step in loop_over(world, None, model):
         for rows in step:
             step.backward(loss_of(model, rows))
         step.fold()

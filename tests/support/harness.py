@@ -233,6 +233,12 @@ def run_cleanly(function: Callable[..., Result], *arguments: Any, **keywords: An
     return result
 
 
+def in_world(function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
+    """`function(world, ...)` in a world that is joined for it."""
+    with dl.join_world() as world:
+        return function(world, *arguments, **keywords)
+
+
 def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str, float]:
     """The type and the text of what a call raises, and the seconds that it took; "" for no exception."""
     began = time.monotonic()

@@ -115,13 +115,13 @@ def samples(count: int) -> torch.Tensor:
 
 
 def loop_over(
-    world: dl.World, folder: str, model: nn.Module, *more: object, count: int = 24, shards: int | None = None,
+    world: dl.World, folder: str | None, model: nn.Module, *more: object, count: int = 24, shards: int | None = None,
     shares: Any = None, **keywords: Any,
 ) -> dl.Loop:  # fmt: skip
-    """4 steps of 6 samples."""
+    """4 steps of 6 samples; without a folder no run is kept."""
     batches = dl.Batches(samples(count), 6, world, shards=shards, shares=shares, shuffle=False)
     state = {"model": model, **{f"other {number}": one for number, one in enumerate(more)}}
-    keywords = {"epochs": 1, "progress": False, "run_dir": folder, **keywords}
+    keywords = {"epochs": 1, "progress": False, "run_dir": folder or None, **keywords}
     return dl.Loop(batches, state=state, **keywords)
 
 

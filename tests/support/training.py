@@ -15,6 +15,17 @@ from tests.support.refusals import loss_of, samples
 LossOf = Callable[..., torch.Tensor]
 
 
+def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+def take(step: dl.Step, model: nn.Module, **keywords: Any) -> dl.StepResult:
+    """A pass over a step's shards, and the fold."""
+    for rows in step:
+        step.backward(loss_of(model, rows), **keywords)
+    return step.fold()
+
+
 def train_in(
     world: dl.World,
     model: nn.Module,

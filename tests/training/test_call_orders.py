@@ -50,7 +50,7 @@ class Calls(RuleBasedStateMachine):
         self._joined = ExitStack()
         world = self._joined.enter_context(dl.join_world(device="cpu"))
         self._model = network()
-        options: dict[str, Any] = {"run_dir": None, "check_replicas_every": 0}
+        options: dict[str, Any] = {"check_replicas_every": 0}
         self._loop = loop_over(world, "", self._model, count=BATCH * STEPS, shards=SHARDS, **options)
         self._steps: Iterator[dl.Step] = iter(self._loop)
         self._is_over = False

@@ -7,7 +7,6 @@ default torch compiles a second size for all sizes, so a shard's last bits depen
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from tests.support import training
 from tests.support.cases import CLASSES, make_data
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, state_of
 from tests.support.compiling import compiling
 from tests.support.harness import OnRanks
+from tests.support.training import sgd
 
 HAS_COMPILER = shutil.which("g++") is not None
 pytestmark = [
@@ -59,7 +58,7 @@ def train(
         model = network(dropout)
         if synced:
             dl.sync_batch_norm(model, world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, 0.9)
         call: Any = torch.compile(model, dynamic=dynamic) if "model" in compiled else model
         loss: Any = torch.compile(cross_entropy, dynamic=dynamic) if "loss" in compiled else cross_entropy
         data = make_data((2, 4), SAMPLES)
@@ -106,27 +105,3 @@ def test_compiled_synced_layers_are_one_device_on_the_whole_mini_batch(on_ranks:
     expected = on_ranks(1, train, None, (), synced=True)[0]
     found = same_on_all(on_ranks(3, train, None, synced=True, timeout_s=COMPILING_S))
     assert distance(found, expected) < TOLERANCE
-
-
-def train_whole(by: Callable[..., object]) -> Tensors:
-    """One rank, one shard."""
-    with compiling():
-        model = network()
-        call: Any = torch.compile(model, dynamic=False)
-        loss: Any = torch.compile(cross_entropy, dynamic=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        by(
-            model,
-            lambda _, inputs, labels: loss(call(inputs), labels),
-            make_data((2, 4), SAMPLES),
-            BATCH,
-            optimizer=optimizer,
-        )
-        return state_of(model)
-
-
-def test_one_shard_on_one_rank_has_the_bits_of_the_plain_loop_compiled(on_ranks: OnRanks) -> None:
-    found, expected = (
-        on_ranks(1, train_whole, by, timeout_s=COMPILING_S)[0] for by in (training.train, training.train_plainly)
-    )
-    assert is_same(found, expected)

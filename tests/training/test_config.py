@@ -20,7 +20,7 @@ from ddp_loop.checkpoint import flatten_config
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, network
 from tests.support.runs import lines_of
-from tests.support.training import train
+from tests.support.training import sgd, train
 
 
 class Kind(enum.Enum):
@@ -99,7 +99,7 @@ def make_loop(world: dl.World, folder: str, configs: list[Any]) -> None:
 def run(folder: Path | None, steps: int, **options: Any) -> int:
     """The number of steps that a small job makes."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     return len(train(model, optimizer=optimizer, epochs=None, steps=steps, run_dir=folder, **options))
 
 

@@ -13,7 +13,7 @@ import ddp_loop as dl
 from tests.support.comparing import gradients_of, is_same
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
-from tests.support.training import train_in
+from tests.support.training import sgd, train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -34,7 +34,7 @@ def plain(world: dl.World, folder: str) -> list[torch.Tensor]:
         model = nn.Sequential(*network(), nn.BatchNorm1d(1, dtype=torch.float64))
         average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         spare = nn.Linear(4, 1, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with torch.no_grad():
         for one in spare.parameters():
             one.fill_(0.5)
@@ -60,7 +60,7 @@ def skipping(world: dl.World, folder: str) -> list[torch.Tensor]:
     factors = [1.0, torch.inf, 1.0, 1.0]
     train_in(
         world, model, lambda model, rows: loss_of(model, rows) * factors[0], ROWS, shards=2,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), after_fold=lambda step, result: factors.pop(0),
+        optimizer=sgd(model), after_fold=lambda step, result: factors.pop(0),
         run_dir=f"{folder}/skipping", on_nonfinite="skip", bucket_cap_mib=1e-6, on_row=lambda row: None,
     )  # fmt: skip
     return list(model.state_dict().values())

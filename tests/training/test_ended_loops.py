@@ -17,8 +17,9 @@ import torch
 import ddp_loop as dl
 from ddp_loop.checkpoint import is_running
 from tests.support.harness import OnRanks
-from tests.support.refusals import loop_over, loss_of, network, samples
+from tests.support.refusals import loop_over, network, samples
 from tests.support.runs import checkpoints_of, status_of
+from tests.support.training import sgd, take
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -59,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {  # options of Loop
 def train_once(world: dl.World, way: str, folder: str) -> dict[str, weakref.ref[object]]:
     model, data = network(), Rows() if way == "rows" else samples(12)
     model.add_module("norm", torch.nn.BatchNorm1d(1, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
     batches = dl.Batches(data, 6, world, shuffle=False)
     state = {"model": model, "optimizer": optimizer}
     known: dict[str, object] = {"model": model, "weight": model[0].weight, "optimizer": optimizer, "data": data}
@@ -73,9 +74,7 @@ def train_once(world: dl.World, way: str, folder: str) -> dict[str, weakref.ref[
     with suppress(dl.Stopped):
         for epoch in loop.epochs():
             for step in epoch:
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
+                take(step, model)
                 optimizer.step()
                 if way == "stop":
                     loop.stop()
@@ -124,13 +123,11 @@ def leave_between_epochs(folder: str, ends: str) -> list[str]:
     found = []
     with suppress(ZeroDivisionError), dl.join_world() as world:
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         loop = loop_over(world, folder, model, optimizer, count=12, epochs=3, save_every=3)
         for epoch in loop.epochs():
             for step in epoch:
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
+                take(step, model)
             break
         found.append(status_of(Path(folder))["status"])
         loop.save(0.5)

@@ -14,16 +14,13 @@ from torch.utils.data import IterableDataset
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, mean_of, network, samples
-
-pytestmark = pytest.mark.on_gpus_too
+from tests.support.refusals import ALL, Refused, loop_over, mean_of, network, samples
+from tests.support.training import sgd, take
 
 
 def make(step: dl.Step, model: nn.Module) -> None:
-    for rows in step:
-        step.backward(loss_of(model, rows))
-    step.fold()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    take(step, model)
+    sgd(model).step()
 
 
 def numbers_and_steps(loop: dl.Loop, model: nn.Module) -> list[tuple[int, int]]:
@@ -42,11 +39,11 @@ def by_epochs_and_not() -> Tensors:
     """The parameters, which must be the same by epochs, with an evaluation between them."""
     with dl.join_world() as world:
         model, other = network(), network()
-        for step in loop_over(world, "", model, epochs=3, run_dir=None):
+        for step in loop_over(world, "", model, epochs=3):
             make(step, model)
         test_batches = dl.Batches(samples(7), 3, world, shuffle=False)
         seen = []
-        for epoch in loop_over(world, "", other, epochs=3, run_dir=None).epochs():
+        for epoch in loop_over(world, "", other, epochs=3).epochs():
             assert len(epoch) == 4
             for step in epoch:
                 make(step, other)
@@ -57,7 +54,6 @@ def by_epochs_and_not() -> Tensors:
     return values_of(model)
 
 
-@pytest.mark.quick_on_gpus
 def test_epoch_by_epoch_is_the_same_training_and_other_collectives_have_a_place_between(on_ranks: OnRanks) -> None:
     assert same_on_all(on_ranks(3, by_epochs_and_not))
 
@@ -96,6 +92,26 @@ def stream_in_epochs() -> list[tuple[int, int]]:
 
 def test_epochs_of_unknown_length_have_their_numbers_too(on_ranks: OnRanks) -> None:
     assert on_ranks(3, stream_in_epochs) == [[(1, 3), (2, 3)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("place", "left"),
+    [
+        ((5, 1, 1), 7),
+        ((4, 0, 4), 8),  # at the very end of an epoch
+        ((12, 3, 0), 0),  # a finished run
+        ((20, 5, 0), 0),  # and one of a longer loop
+    ],
+)
+def test_a_loop_makes_the_steps_that_are_left(place: tuple[int, int, int], left: int) -> None:
+    made = []
+    with dl.join_world() as world:
+        loop = loop_over(world, "", model := network(), epochs=3)
+        loop.load_state_dict(dict(zip(("iteration", "epoch", "position"), place, strict=True)))
+        for step in loop:
+            take(step, model)
+            made.append(step.iteration)
+    assert made == [*range(13 - left, 13)]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

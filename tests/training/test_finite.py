@@ -6,6 +6,7 @@ Steps that are skipped are in test_skipping.py.
 from __future__ import annotations
 
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from ddp_loop.data import MiniBatch
-from ddp_loop.training.checks import NonFiniteGuard, NonFiniteStateCheck
-from ddp_loop.training.rows import StepResult
 from tests.support.comparing import is_same, values_of
-from tests.support.devices import GPU
-from tests.support.harness import OnRanks, caught
+from tests.support.harness import OnRanks, caught, in_world
 from tests.support.refusals import ALL, Refused, network, samples
-from tests.support.training import train
+from tests.support.training import sgd, train
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -39,8 +36,8 @@ def square(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torc
 
 
 def train_on_a_bad_label(world: dl.World, folder: str, bad: float, shards: int | None) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = network().to(world.device)
+    optimizer = sgd(model)
     batches = dl.Batches(data(bad), 6, world, shards=shards, seed=5)
     state = {"model": model, "optimizer": optimizer}
     for step in dl.Loop(batches, 1, state=state, run_dir=folder, progress=False):
@@ -76,11 +73,6 @@ def test_a_label_that_is_no_number_is_named_on_every_rank(
         rf'{", ".join(map(str, mine))} of the data\. (Not finite by now, .*)?Look for NaN .* on_nonfinite="allow"'
     )
     refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
-
-
-def test_a_loop_that_can_bear_it_goes_on() -> None:
-    results = train(network(), square, data(nan), on_nonfinite="allow")
-    assert [bool(result.loss.isnan()) for result in results] == [False, False, True, False]
 
 
 def what_is_said_of(values: list[float], dtype: torch.dtype) -> str:
@@ -129,38 +121,7 @@ def test_a_parameter_that_is_met_later_is_looked_at(late: bool, on_ranks: OnRank
     assert all(told in one for one in said), said
 
 
-def say_it_late() -> None:
-    with dl.join_world(device="gpu") as world:
-        device = "cuda"
-        gradients = dl.Fold({}, {}, world, shards=2).gradients
-        scaler = {"scaler": torch.amp.GradScaler(device)}  # so that only losses are looked at
-        blame = NonFiniteStateCheck(scaler, world, "raise").blame
-        guard = NonFiniteGuard(
-            "raise", lambda epoch, start, count: torch.arange(start, start + count), scaler, blame, print
-        )
-        mini_batch = MiniBatch(0, 0, 0, 4, (2, 2), ())
-        share = torch.full((2,), 0.5, device=device)
-        fine = torch.ones(2, device=device)
-
-        def result(iteration: int, loss: torch.Tensor, losses: torch.Tensor) -> StepResult:
-            values = loss.reshape(1)
-            return StepResult(1, iteration, 4, (), values, None, losses, share, False, gradients)
-
-        bad = torch.tensor(nan, device=device)
-        assert guard.check(bad, gradients) is False
-        guard.after(result(1, bad, fine / torch.tensor([1, nan]).to(fine)), mini_batch)
-        assert guard.check(fine[0], gradients) is False
-        with pytest.raises(FloatingPointError, match="step 1 is nan, from shard 1 of 2, samples 2, 3 of the data"):
-            guard.after(result(2, fine[0], fine), mini_batch)
-        guard.after(result(3, fine[0], fine), mini_batch)
-        guard.check_pending()
-
-
-@pytest.mark.one_device(GPU, "tests a late error")
-def test_a_guard_that_waits_for_no_device_says_it_at_the_next_step(on_ranks: OnRanks) -> None:
-    on_ranks(1, say_it_late)
-
-
 @pytest.mark.gpu
-def test_on_a_real_gpu_a_guard_says_it_at_the_next_step_too() -> None:
-    say_it_late()
+def test_on_a_real_gpu_a_label_that_is_no_number_is_named_too(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=f"The loss of step {place_of_the_bad_label()[0]} is nan, from shard"):
+        in_world(train_on_a_bad_label, str(tmp_path), nan, 3)

@@ -15,9 +15,7 @@ import torch
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
-from tests.support.training import train
-
-pytestmark = pytest.mark.on_gpus_too
+from tests.support.training import take, train
 
 
 class Stream:
@@ -71,7 +69,6 @@ def run_with_numpys_numbers(folder: str) -> list[int]:
         return [loop.iteration, len(loop), dl.EarlyStopping(model, one(3)).patience, dl.split_sizes(one(4), one(3))[0]]
 
 
-@pytest.mark.quick_on_gpus
 def test_integers_of_numpy_are_whole_numbers(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, run_with_numpys_numbers, str(tmp_path)) == [[3, 3, 3, 2]] * 2
     with dl.deterministic(seed=np.int64(3)):  # type: ignore[arg-type]
@@ -150,9 +147,7 @@ def test_a_scheduler_made_after_the_loop_is_missed_also_beside_one_in_state(
         loop = dl.Loop(dl.Batches(samples(24), 24, world), 2, state=state, run_dir=tmp_path, progress=False)
         torch.optim.lr_scheduler.LinearLR(second, total_iters=len(loop))
         for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             second.step()
     said = capfd.readouterr().out
     assert said.count("The scheduler of 'second' is not in state, so a resumed run would start it again.") == times
@@ -169,9 +164,7 @@ def test_a_resumed_run_says_once_that_a_scheduler_is_missing(tmp_path: Path, cap
             batches = dl.Batches(samples(24), 24, world)
             for epoch in dl.Loop(batches, epochs, state=state, run_dir=tmp_path, progress=False).epochs():
                 for step in epoch:
-                    for rows in step:
-                        step.backward(loss_of(model, rows))
-                    step.fold()
+                    take(step, model)
                     optimizer.step()
                 schedule.step()
         assert capfd.readouterr().out.count("The scheduler of 'optimizer' is not in state") == 1
@@ -209,7 +202,6 @@ def skip_with_an_unknown_scaler(world: dl.World, folder: str) -> None:
         scaler.step(optimizer)
 
 
-@pytest.mark.one_device("cpu", "on a GPU the gradients stay, and the scaler finds them")
 def test_skipping_with_a_scaler_outside_of_the_state_names_it(refused: Refused) -> None:
     said = r"No inf checks were recorded .* Pass Loop state=dict\(.*scaler=scaler\)"
     refused(2, skip_with_an_unknown_scaler, kind="AssertionError", said=said, by=ALL)

@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, state_of
+from tests.support.comparing import Tensors, distance, is_same, same_on_all, state_of
 from tests.support.gathering import encoder, spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, Refused, loop_over, network, samples
+from tests.support.training import sgd
 
 pytestmark = [pytest.mark.covers("D13"), pytest.mark.on_gpus_too]
 
@@ -133,7 +134,7 @@ def results_of(model: nn.Module) -> Tensors:
 def model_of(build: Build) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = build() if build is Phases else build().double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, sgd(model)
 
 
 def train(scene: Scene, build: Build, shards: int) -> Tensors:
@@ -172,33 +173,10 @@ def test_what_is_drawn_after_a_gather_does_not_depend_on_the_ranks(on_ranks: OnR
     assert distance(train_plainly(only_hold, encoder), alone) > 0.01
 
 
-def pass_thrice() -> Tensors:
-    """The gradients of three passes of each step, the last one without a gather."""
-    with dl.join_world() as world:
-        model = encoder()
-        gradients = []
-        for step in loop_over(world, "", model, run_dir=None, shards=SHARDS):
-            for _ in range(2):
-                step.backward(only_hold(step, model))
-                step.fold()
-                gradients += gradients_of(model)
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
-            gradients += gradients_of(model)
-        return gradients
-
-
-def test_passes_with_and_without_a_gather_follow_each_other(on_ranks: OnRanks) -> None:
-    gradients = same_on_all(on_ranks(2, pass_thrice))
-    assert distance(gradients, on_ranks(1, pass_thrice)[0]) < BOUND
-    assert is_same(gradients[:4], gradients[4:8])
-
-
 def train_on_copies(world: dl.World, folder: str, has_graph: bool) -> None:
     """As caches of gradients do it: a loss of leaves that the script makes of the outputs."""
     model = model_of(encoder)[0]
-    for step in loop_over(world, "", model, run_dir=None):
+    for step in loop_over(world, "", model):
         for rows in step:
             outputs = model(rows)
             step.hold(outputs if has_graph else outputs.detach())
@@ -212,28 +190,3 @@ def train_on_copies(world: dl.World, folder: str, has_graph: bool) -> None:
 def test_a_loss_that_does_not_reach_the_model_is_refused(ranks: int, has_graph: bool, refused: Refused) -> None:
     said = r"must depend on the gathered outputs, or on a parameter in state\. .* not from copies"
     refused(ranks, train_on_copies, has_graph, kind="ValueError", said=said, by=0)
-
-
-def gather_in_every_second_step() -> Tensors:
-    """What is left of steps of one sample, so that a second rank has no shard."""
-    with dl.join_world() as world:
-        model, optimizer = model_of(encoder)
-        batches = dl.Batches(samples(6), 1, world, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, bucket_cap_mib=1e-5, progress=False):
-            if step.iteration % 2:
-                for rows in step:
-                    step.backward(model(rows).square().mean())
-            else:
-                if world.rank == 0:  # the other one need not iterate
-                    for rows in step:
-                        step.hold(model(rows))
-                step.backward(step.gather().square().mean())
-            step.fold()
-            optimizer.step()
-        return state_of(model)
-
-
-def test_no_sum_begins_before_the_word_of_a_pass_without_a_gather(on_ranks: OnRanks) -> None:
-    """A rank with a shard could begin a bucket's sum in backward, and one without gives its word first."""
-    found = same_on_all(on_ranks(2, gather_in_every_second_step))
-    assert distance(found, on_ranks(1, gather_in_every_second_step)[0]) < BOUND

@@ -41,7 +41,7 @@ def keep(passes: int, width: int, shards: int | None, bucket_cap_mib: float = 8.
         kept: deque[tuple[Tensors, Tensors]] = deque(maxlen=passes)
         stays = []
         flats = set[int]()
-        options: dict[str, Any] = {"run_dir": None, "bucket_cap_mib": bucket_cap_mib, "epochs": 2}
+        options: dict[str, Any] = {"bucket_cap_mib": bucket_cap_mib, "epochs": 2}
         loop = loop_over(world, "", model, optimizer, shards=shards, **options)
         for step in loop:
             for _ in range(2):

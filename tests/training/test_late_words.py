@@ -25,12 +25,13 @@ from tests.support.harness import OnRanks
 from tests.support.launched_sums import HELD_S, NOTHING_S, Sign, launched
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 from tests.support.runs import checkpoints_of
+from tests.support.training import sgd
 
 pytestmark = pytest.mark.on_gpus_too
 
 STEPS = 6
 HELD = 3  # the step in which something happens on rank 1
-QUIET: dict[str, Any] = {"run_dir": None, "check_replicas_every": 0, "on_nonfinite": "allow", "count": 6 * STEPS}
+QUIET: dict[str, Any] = {"check_replicas_every": 0, "on_nonfinite": "allow", "count": 6 * STEPS}
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def meet_news(
         model = Varying()
         returned = False
         gradients: list[torch.Tensor | None] = []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         model.other.requires_grad_(news != "an unfrozen parameter")
         for step in loop_over(world, "", model, optimizer, buffer_reduction=LARGEST, **QUIET):
             is_held = step.iteration == HELD
@@ -297,7 +298,7 @@ def stop_at(place: str, folder: str) -> tuple[list[int], str]:
     made = []
     with dl.join_world(seed=1) as world:
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, 0.9)
         with suppress(dl.Stopped):
             loop = loop_over(world, folder, model, optimizer, count=36, check_replicas_every=0)
 

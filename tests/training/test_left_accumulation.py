@@ -29,7 +29,7 @@ def warned(move: str, every: int = 1, first: int = 1, passes: int = 1, spoils: b
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=move == "fused")
         scaler = torch.amp.GradScaler("cpu", growth_interval=1000, enabled=move == "scaled")
         options: dict[str, Any] = {"on_nonfinite": "skip"} if spoils else {}
-        for step in loop_over(world, "", model, optimizer, scaler, count=72, run_dir=None, **options):
+        for step in loop_over(world, "", model, optimizer, scaler, count=72, **options):
             optimizer.param_groups[0]["lr"] = 0.0 if step.iteration <= 4 and move != "past the counter" else 0.1
             for _ in range(passes):
                 for rows in step:
@@ -52,10 +52,7 @@ def warned(move: str, every: int = 1, first: int = 1, passes: int = 1, spoils: b
         ]
 
 
-@pytest.mark.parametrize(
-    ("move", "every", "first"),
-    [*((move, 4, 1) for move in MOVES), *((move, 2, 2) for move in MOVES)],
-)
+@pytest.mark.parametrize(("move", "every", "first"), [*zip(MOVES, (4, 2, 4, 2), (1, 2, 1, 2), strict=True)])
 @pytest.mark.quick_on_gpus
 def test_it_is_said_once_from_rank_0(move: str, every: int, first: int, on_ranks: OnRanks) -> None:
     said, nothing = on_ranks(2, warned, move, every, first)

@@ -183,7 +183,13 @@ def make_wrongly(world: dl.World, folder: str, how: str, culprit: int) -> None:
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_loop_that_makes_no_sense_is_refused(how: str, refused: Refused) -> None:
+def test_a_loop_that_makes_no_sense_is_refused(how: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, TypeError), match=REFUSED[how][1]), dl.join_world() as world:
+        REFUSED[how][0](world, str(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["no epochs", "nothing to train", "a hook", "a mean of a word"])
+def test_a_loop_that_one_rank_alone_cannot_make_is_refused_on_all(how: str, refused: Refused) -> None:
     refused(2, make_wrongly, how, 1, kind="ValueError|TypeError", said=REFUSED[how][1], by=1)
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
+from tests.support.training import sgd
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -40,7 +41,7 @@ def train_half(where: str, shards: int, channels_last: bool) -> tuple[Tensors, T
     """Parameters, and what else came out; autocast around as much as `where` says, with evaluations in it."""
     with dl.join_world() as world, autocast(where == "everything"):
         model = image_network(channels_last)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model, 0.9)
         batches = dl.Batches(images(), 16, world, shards=shards, shuffle=False)
         values = []
         for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
@@ -65,7 +66,7 @@ def train_half(where: str, shards: int, channels_last: bool) -> tuple[Tensors, T
 def half_plainly() -> Tensors:
     """The parameters that two shards give in one process, of which each has half of a mini-batch."""
     model = image_network(channels_last=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
     inputs, labels = images()
     for piece, wanted in [*zip(inputs.split(16), labels.split(16), strict=True)] * 2:
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from ddp_loop.training.rows import use_moments
 from tests.support.comparing import is_same
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over
-from tests.support.training import train, train_in
+from tests.support.training import sgd, train, train_in
 
 pytestmark = [pytest.mark.covers("J13", "D4"), pytest.mark.on_gpus_too]
 
@@ -38,29 +38,10 @@ class OwnNorm(nn.Module):
         return functional.batch_norm(x, mean, variance, training=True, momentum=0.3)
 
 
-class Mixed(nn.Module):
-    """A layer that is called twice, one with a cumulative average, one in some shards alone, one frozen, one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.into = nn.Conv1d(2, WIDE, 1)
-        self.twice, self.cumulative = nn.BatchNorm1d(WIDE), nn.BatchNorm1d(WIDE, momentum=None)
-        self.rare, self.frozen = nn.BatchNorm1d(WIDE, momentum=0.2), nn.BatchNorm1d(WIDE).requires_grad_(False)
-        self.own = OwnNorm()
-        self.last = nn.Linear(WIDE, 1)
-
-    def train(self, mode: bool = True) -> Mixed:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = torch.tanh(self.twice(3 + 2 * self.into(x)))
-        values = self.own(1 + self.cumulative(3 + 2 * torch.tanh(self.twice(values))))
-        if x[0, 0, 0] > 0:
-            values = self.rare(values + 5)
-        return self.last(self.frozen(values).mean(2))  # type: ignore[no-any-return]
+def mixed() -> nn.Module:
+    """Two layers of batch norm, one of them the user's; those of other kinds are in `test_differential.py`."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Conv1d(2, WIDE, 1), nn.BatchNorm1d(WIDE), OwnNorm(), nn.Flatten(), nn.Linear(3 * WIDE, 1))
 
 
 def mean_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -69,8 +50,8 @@ def mean_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def train_mixed(dtype: torch.dtype, moments: bool, shards: int = 64) -> Named:
     """The statistics after three steps, and the weights. Of 100 shards ten are empty, 64 are unequal."""
-    model = Mixed().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = mixed().to(dtype)
+    optimizer = sgd(model, 0.9)
     rows = torch.randn(270, 2, 3, generator=torch.Generator().manual_seed(2)).to(dtype)
     with travelling(moments=moments):
         train(model, mean_of, rows, 90, optimizer=optimizer, shards=shards, allow_single_sample_shards=True)

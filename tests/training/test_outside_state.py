@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network
-from tests.support.training import LossOf, train
+from tests.support.training import LossOf, sgd, train
 
-pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
+pytestmark = pytest.mark.covers("J4")
 
 SAID = r"must be part of state.* centre of a Criterion, shape \(1,\), got gradients and was changed.*Add its module"
 
@@ -43,7 +43,7 @@ def train_criterion(
     optimizer = torch.optim.SGD(trained, lr=0.1, fused=fused)
     more: dict[str, object] = {"in state": criterion, "in an optimizer of state": optimizer}
     known = [more[how]] if how in more else []
-    for step in loop_over(world, "", model, *known, run_dir=folder, shards=shards, epochs=epochs, count=count):
+    for step in loop_over(world, folder, model, *known, shards=shards, epochs=epochs, count=count):
         for rows in step:
             if how == "held":
                 step.hold(model(rows), rows)
@@ -67,21 +67,15 @@ def train_criterion(
         (1, ("outside", None, 130, False, 24, 50)),  # in 200 steps: found in step 192
     ],
 )
-@pytest.mark.quick_on_gpus
 def test_a_criterion_that_is_trained_outside_of_state_is_named(
     ranks: int, how: tuple[str, int], refused: Refused
 ) -> None:
     refused(ranks, train_criterion, *how, kind="RuntimeError", said=SAID)
 
 
-def train_soundly(how: str) -> None:
-    with dl.join_world() as world:
-        train_criterion(world, None, how, 7)
-
-
 @pytest.mark.parametrize("how", ["in state", "in an optimizer of state", "frozen", "not trained"])
 def test_what_is_known_frozen_or_not_trained_is_no_matter(how: str, on_ranks: OnRanks) -> None:
-    on_ranks(3, train_soundly, how)
+    on_ranks(3, in_world, train_criterion, None, how, 7)
 
 
 def scaled(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -105,7 +99,7 @@ def distilled(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def train_otherwise(loss: LossOf) -> None:
     model = network()
-    train(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=4)
+    train(model, loss, optimizer=sgd(model), epochs=4)
 
 
 @pytest.mark.parametrize("loss", [scaled, with_slope, distilled])

@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.comparing import Tensors, gradients_of, is_close, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network
-from tests.support.training import LossOf, train, train_plainly
+from tests.support.training import LossOf, sgd, train, train_plainly
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -31,7 +31,7 @@ def hooked(how: str) -> nn.Sequential:
 
 def train_hooked(how: str) -> Tensors:
     model = hooked(how)
-    train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), shards=1)
+    train(model, optimizer=sgd(model), shards=1)
     return values_of(model)
 
 
@@ -40,7 +40,7 @@ def train_hooked(how: str) -> Tensors:
 @pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_with_one_shard_a_hook_gives_the_bits_of_the_plain_loop(how: str, on_ranks: OnRanks) -> None:
     model = hooked(how)
-    train_plainly(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    train_plainly(model, optimizer=sgd(model))
     assert is_same(same_on_all(on_ranks(3, train_hooked, how)), values_of(model))
 
 

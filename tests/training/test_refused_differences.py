@@ -101,7 +101,6 @@ def differ(world: dl.World, folder: str, how: str, at: int) -> None:
 
 
 @pytest.mark.covers("D6", "D10", "D13")
-@pytest.mark.both_exchanges
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(
     ("how", "at"),
@@ -154,7 +153,7 @@ def change_together() -> list[tuple[float, dict[str, float]]]:
     found = []
     with dl.join_world() as world:
         model = network()
-        for step in loop_over(world, "", model, count=14, run_dir=None, epochs=2):
+        for step in loop_over(world, "", model, count=14, epochs=2):
             metrics: dict[str, Any] = {"one": 1.0, "two": 2.0} if world.rank else {"two": 2.0, "one": 1.0}
             for rows in step:
                 weight = 5.0 if step.iteration in (2, 3, 5) else None

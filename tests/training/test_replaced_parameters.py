@@ -12,8 +12,9 @@ from torch.nn.utils import prune
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network, samples
+from tests.support.training import sgd, take
 
 pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
 
@@ -49,44 +50,37 @@ def change(model: Any, how: str, rank: int = 0) -> None:
         model[1] = nn.Tanh()
 
 
-def momentum_over(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def train(how: str, at: str, shards: int | None) -> Tensors:
     with dl.join_world() as world:
         model = network()
-        optimizer = momentum_over(model)
-        for step in loop_over(world, ".", model, run_dir=None, shards=shards):
+        optimizer = sgd(model, 0.9)
+        for step in loop_over(world, "", model, shards=shards):
             if (step.iteration, at) == (3, "before the shards"):
                 change(model, how, world.rank)
-                optimizer = momentum_over(model)
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+                optimizer = sgd(model, 0.9)
+            take(step, model)
             optimizer.step()
             if (step.iteration, at) == (2, "after the step"):
                 change(model, how, world.rank)
-                optimizer = momentum_over(model)
+                optimizer = sgd(model, 0.9)
         return [*values_of(model), *(one.double() for one in model.buffers())]
 
 
 def train_plainly(how: str) -> Tensors:
     model = network()
-    optimizer = momentum_over(model)
+    optimizer = sgd(model, 0.9)
     for number, rows in enumerate(samples(24).split(6), 1):
         if number == 3:
             change(model, how)
-            optimizer = momentum_over(model)
+            optimizer = sgd(model, 0.9)
         optimizer.zero_grad()
         loss_of(model, rows).backward()
         optimizer.step()
     return values_of(model)
 
 
-@pytest.mark.parametrize("at", ["before the shards", "after the step"])
+@pytest.mark.parametrize(("at", "ranks", "shards"), [("before the shards", 3, 7), ("after the step", 2, None)])
 @pytest.mark.parametrize("how", ["head", "another head on each rank", "assign", "parameter"])
-@pytest.mark.parametrize(("ranks", "shards"), [(3, 7), (2, None)])
 @pytest.mark.quick_on_gpus
 def test_replaced_parameters_are_rank_0s_and_folded_like_the_ones_before(
     how: str, at: str, ranks: int, shards: int | None, on_ranks: OnRanks
@@ -131,11 +125,9 @@ def grow_in_forward(world: dl.World, folder: str | None, how: str, shards: int |
     """The number of the folds that the steps had."""
     model = Growing(how)
     folds = set()
-    loop = loop_over(world, "", model, run_dir=folder, count=count, shards=shards, epochs=4)
+    loop = loop_over(world, folder, model, count=count, shards=shards, epochs=4)
     for step in loop:
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         folds.add(id(loop.fold))
     return len(folds)
 
@@ -153,15 +145,9 @@ def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
     refused(ranks, grow_in_forward, how, shards, count, kind="RuntimeError", said=said)
 
 
-def grow_on_one_rank(how: str) -> int:
-    """On a rank alone: the other one has no shard."""
-    with dl.join_world() as world:
-        return grow_in_forward(world, None, how, None, 1)
-
-
 @pytest.mark.parametrize("how", ["activation", "table"])
 def test_modules_without_tensors_and_buffers_that_stay_change_nothing(how: str, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, grow_on_one_rank, how) == [1, 1]
+    assert on_ranks(2, in_world, grow_in_forward, None, how, None, 1) == [1, 1]
 
 
 class Counting(nn.Sequential):
@@ -198,11 +184,9 @@ def count_in_forward(world: dl.World, folder: str | None, how: str) -> int:
     if how == "before, in inference mode":
         with torch.inference_mode():
             model.seen = torch.zeros(1)
-    loop = loop_over(world, "", model, run_dir=folder, count=24)
+    loop = loop_over(world, folder, model, count=24)
     for step in loop:
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         if how == "between steps" and model.seen is not None:
             model.seen += 1
     return loop.iteration
@@ -214,31 +198,24 @@ def test_a_buffer_that_a_forward_makes_and_changes_is_refused(how: str, refused:
     refused(2, count_in_forward, how, kind="RuntimeError", said=r"model\.seen was made later\. Register it with its")
 
 
-def count_to_the_end(how: str) -> int:
-    with dl.join_world() as world:
-        return count_in_forward(world, None, how)
-
-
 @pytest.mark.parametrize(
     "how", ["the same again", "of another shape", "between steps", "in inference mode", "before, in inference mode"]
 )
 def test_a_table_that_a_forward_makes_may_be_made_again_or_changed_between_steps(how: str, on_ranks: OnRanks) -> None:
-    assert on_ranks(2, count_to_the_end, how) == [4, 4]
+    assert on_ranks(2, in_world, count_in_forward, None, how) == [4, 4]
 
 
 def lose_buffers() -> Tensors:
     with dl.join_world() as world:
         model = network()
-        optimizer = momentum_over(model)
+        optimizer = sgd(model, 0.9)
         prune.random_unstructured(model[2], "weight", 0.5)
         model[0].register_buffer("seen", torch.zeros(()))
-        for step in loop_over(world, ".", model, run_dir=None):
+        for step in loop_over(world, "", model):
             if step.iteration == 3:
                 prune.remove(model[2], "weight")
                 del model[0].seen
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             optimizer.step()
         return values_of(model)
 

@@ -20,6 +20,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, loss_of, network, samples
+from tests.support.training import take
 
 EPOCHS = 3
 STEPS = 4  # of an epoch
@@ -317,9 +318,7 @@ def test_what_is_logged_after_a_loop_is_written_at_once_unless_another_run_has_t
         loop.log({"tenth": 0.1}, over="ranks")
         loop.log(large=10**30, none=float("nan"))
         for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
         assert taken(tmp_path)[-1] == "flush"  # also without a run folder
         loop.log(after=np.float32(0.5))
         if has_folder:

@@ -33,6 +33,27 @@ EPOCHS = 2
 Outputs = dict[int, torch.Tensor]
 
 
+def loop_over(
+    world: dl.World, kind: str, sequences: Any = None, epochs: int = 1, shards: int | None = None, **options: Any
+) -> tuple[Recurrent, torch.optim.Optimizer, dl.Loop]:
+    model = Recurrent(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    data = make_sequences() if sequences is None else sequences
+    batches = dl.SequenceBatches(data, LANES, CHUNK, world, shards=shards, shuffle=False)
+    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    return model, optimizer, dl.Loop(batches, epochs, state=state, progress=False, **options)
+
+
+def forward_of(model: nn.Module) -> Any:
+    """The forward of an evaluation."""
+
+    def forward(_: nn.Module, chunk: dl.SequenceChunk) -> torch.Tensor:
+        outputs, chunk.hidden = model(chunk.data[0], chunk.hidden)
+        return chunk.unpad(outputs)
+
+    return forward
+
+
 def feed(step: dl.Step, model: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
     """A pass: each chunk, the state before it, and its outputs."""
     for chunk in step:
@@ -49,10 +70,8 @@ def train(kind: str) -> tuple[list[Tensors], Outputs]:
     outcomes = []
     logits: dict[int, list[torch.Tensor]] = {}
     with dl.join_world(seed=0) as world:
-        model = Recurrent(kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        batches = dl.SequenceBatches(make_sequences(), LANES, CHUNK, world, shuffle=False)
-        for step in dl.Loop(batches, EPOCHS, state={"model": model, "optimizer": optimizer}, progress=False):
+        model, optimizer, loop = loop_over(world, kind, epochs=EPOCHS)
+        for step in loop:
             for chunk, _, outputs in feed(step, model):
                 for row, number in enumerate(chunk.sequences.tolist()):
                     if chunk.starts[row]:
@@ -143,11 +162,10 @@ def test_fixed_shards_give_the_same_bits_on_any_number_of_ranks_also_if_it_chang
 def two_passes() -> list[list[Tensors]]:
     """For each step the states before the chunks of each of its two passes."""
     with dl.join_world(seed=0) as world:
-        model = Recurrent("GRU")
-        batches = dl.SequenceBatches(make_sequences(), LANES, CHUNK, world)
+        model, _, loop = loop_over(world, "GRU")
         return [
             [[before.clone() for _, before, _ in feed(step, model) if before is not None] for _ in range(2)]
-            for step in dl.Loop(batches, 1, state={"model": model}, progress=False)
+            for step in loop
         ]
 
 
@@ -195,9 +213,7 @@ def before_each_step(bad_step: int) -> tuple[int, list[Outputs]]:
     if bad_step:
         sequences[LONGEST][0][CHUNK * (bad_step - 1) : CHUNK * bad_step] = torch.nan
     with dl.join_world(seed=0) as world:
-        model = Recurrent("LSTM")
-        batches = dl.SequenceBatches(sequences, LANES, CHUNK, world, shuffle=False)
-        loop = dl.Loop(batches, 1, state={"model": model}, progress=False, on_nonfinite="skip")
+        model, _, loop = loop_over(world, "LSTM", sequences, on_nonfinite="skip")
         for step in loop:
             seen.append(dict[int, torch.Tensor]())
             for chunk, before, _ in feed(step, model):
@@ -226,9 +242,7 @@ def evaluated(chunk_length: int, shards: int | None) -> tuple[dict[str, float], 
         model = Recurrent("LSTM")
         batches = dl.SequenceBatches(make_sequences(), LANES, chunk_length, world, shards=shards, shuffle=False)
 
-        def forward(_: nn.Module, chunk: dl.SequenceChunk) -> torch.Tensor:
-            outputs, chunk.hidden = model(chunk.data[0], chunk.hidden)
-            return chunk.unpad(outputs)
+        forward = forward_of(model)
 
         def hits(logits: torch.Tensor, chunk: dl.SequenceChunk) -> torch.Tensor:
             return logits.argmax(1) == chunk.unpad(chunk.data[1])
@@ -241,20 +255,13 @@ def evaluated(chunk_length: int, shards: int | None) -> tuple[dict[str, float], 
 def train_and_evaluate(evaluates: bool) -> Tensors:
     """The parameters after an epoch; with evaluations of the same batches within it."""
     with dl.join_world(seed=0) as world:
-        model = Recurrent("GRU")
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        batches = dl.SequenceBatches(make_sequences(), LANES, CHUNK, world, shards=3)
-
-        def forward(_: nn.Module, chunk: dl.SequenceChunk) -> torch.Tensor:
-            outputs, chunk.hidden = model(chunk.data[0], chunk.hidden)
-            return chunk.unpad(outputs)
-
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        model, optimizer, loop = loop_over(world, "GRU", shards=3)
+        for step in loop:
             for _ in feed(step, model):
                 pass
             optimizer.step()
             if evaluates:
-                dl.evaluate(model, batches, forward=forward, mean=lambda outputs, _: outputs.mean(1))
+                dl.evaluate(model, loop.batches, forward=forward_of(model), mean=lambda outputs, _: outputs.mean(1))
         return values_of(model)
 
 

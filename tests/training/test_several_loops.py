@@ -15,20 +15,15 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.elastic.rank import ADVICE, START
 from tests.support.harness import OnRanks
-from tests.support.refusals import loop_over, loss_of, mean_of, network, on_this_rank, samples
+from tests.support.refusals import loop_over, mean_of, network, on_this_rank, samples
 from tests.support.runs import lines_of
-
-
-def make(step: dl.Step, model: nn.Module) -> None:
-    for rows in step:
-        step.backward(loss_of(model, rows))
-    step.fold()
+from tests.support.training import take
 
 
 def train_a_probe(world: dl.World, folder: str | None, leave_at: int = 0) -> None:
     probe = network()
-    for step in loop_over(world, "", probe, run_dir=folder):
-        make(step, probe)
+    for step in loop_over(world, folder, probe):
+        take(step, probe)
         if step.iteration == leave_at:
             break
 
@@ -52,7 +47,7 @@ def test_after_an_inner_loop_evaluations_are_the_outer_ones_again(
         evaluations = 0
         for epoch in loop_over(world, str(tmp_path / "outer"), model, epochs=2).epochs():
             for step in epoch:
-                make(step, model)
+                take(step, model)
                 if step.iteration == 6:
                     train_a_probe(world, None, leave_at)
                     assert (world.stage, world.step) == ("optimizer", 6)
@@ -77,13 +72,13 @@ def test_of_loops_that_are_made_first_each_gets_its_own_evaluations(at_once: boo
         if at_once:
             for steps in zip(*loops, strict=True):
                 for step, model in zip(steps, models, strict=True):
-                    make(step, model)
+                    take(step, model)
             nn.init.ones_(next(models[1].parameters()))
             evaluate(world, models[1])
         else:
             for loop, model in zip(loops, models, strict=True):
                 for step in loop:
-                    make(step, model)
+                    take(step, model)
                 nn.init.ones_(next(model.parameters()))
                 evaluate(world, model)
     assert recorded(tmp_path / "0") == ([] if at_once else [(1, 4)])
@@ -105,7 +100,7 @@ def noisy_means(folder: Path, *, has_probe: bool = False, leave_after: int = 0, 
         noisy = nn.Sequential(model, Noise())
         for epoch in loop_over(world, str(folder), model, **extent).epochs():
             for step in epoch:
-                make(step, model)
+                take(step, model)
             evaluate(world, noisy)
             if has_probe:
                 train_a_probe(world, None)
@@ -146,7 +141,7 @@ def after_epochs_of_phases(folder: Path, leave_at: int = 0) -> list[tuple[int, i
         for phase, epochs in ((1, 1), (2, 3)):
             for epoch in loop_over(world, str(folder), model, epochs=epochs).epochs():
                 for step in epoch:
-                    make(step, model)
+                    take(step, model)
                     if step.iteration == leave_at:
                         return lines
                 lines.append((phase, epoch.number))
@@ -178,7 +173,7 @@ def train_inner(world: dl.World, folder: str, how: str, **saving: Any) -> None:
     inner = network()
     loop: Iterable[dl.Step] = loop_over(world, folder, inner, **saving)
     for step in handed_on(loop) if how == "handed on" else loop:
-        make(step, inner)
+        take(step, inner)
         if how and step.iteration == FAILS_AT:
             if "break" in how:
                 break
@@ -194,7 +189,7 @@ def train_outer(world: dl.World, folder: str, how: str, meets: bool = False, **s
     """The second inner loop fails on rank 0, or the outer one after the inner one was left."""
     outer = network()
     for step in loop_over(world, f"{folder}/outer", outer, epochs=2, save_every=2 if saving else None):
-        make(step, outer)
+        take(step, outer)
         if step.iteration == 3:
             train_inner(world, f"{folder}/inner-1", "")
         elif step.iteration == 4:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 import ddp_loop as dl
 from ddp_loop.determinism import digest
 from tests.support.harness import OnRanks
+from tests.support.training import sgd
 
 pytestmark = pytest.mark.covers("H1", "A9")
 
@@ -81,7 +82,7 @@ def train(place: str, workers: int = 0, run: str | None = None, stop_at: int = 0
     """The SHA-256 of the weights of a small network, and what is drawn in an evaluation."""
     with dl.join_world(seed=3) as world:
         model = nn.Linear(2, 1).double().to(world.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         batches = batches_that_draw(world, place, workers)
         state = {"model": model, "optimizer": optimizer}
         loop = dl.Loop(batches, EPOCHS, state=state, run_dir=run, progress=False)

@@ -251,7 +251,7 @@ def two_passes(first: str) -> tuple[int, list[bool]]:
     with dl.join_world() as world:
         model = model_of(world)
         update = MOMENTUM(model.parameters())
-        loop = loop_over(world, "", model, update, count=12, run_dir=None, buffer_reduction=RULES, on_nonfinite="skip")
+        loop = loop_over(world, "", model, update, count=12, buffer_reduction=RULES, on_nonfinite="skip")
         moved = []
         for step in loop:
             for how in (first, "loss"):

@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def log_badly(folder: str | None) -> list[tuple[str, str, float]]:
     with dl.join_world() as world:
-        loop = loop_over(world, "", network(), run_dir=folder)
+        loop = loop_over(world, folder, network())
         tables = ({"name": "counts", "values": [[1, 2], [3, 4]], **arguments} for arguments, _ in REFUSED)
         return [caught(partial(loop.log_table, **table)) for table in tables]
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors, is_close, is_same, same_on_all, state_of, values_of
-from tests.support.harness import OnRanks
+from tests.support.comparing import Tensors, gradients_of, is_close, is_same, same_on_all, state_of, values_of
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, mean_of, network, samples
+from tests.support.training import sgd, take, train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -41,13 +42,13 @@ def act_in_a_loop(
     model = norm_network()
     if is_synced:
         dl.sync_batch_norm(model, world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
 
     def reach(here: str) -> None:
         if here == place:
             act(world, model)
 
-    for step in loop_over(world, "", model, optimizer, run_dir=folder, bucket_cap_mib=1e-5, **keywords):
+    for step in loop_over(world, folder, model, optimizer, bucket_cap_mib=1e-5, **keywords):
         reach(FIRST)
         for rows in step:
             reach(BACKWARD)
@@ -58,11 +59,6 @@ def act_in_a_loop(
         optimizer.step()
         reach(LAST)
     return state_of(model)
-
-
-def act_on_a_rank(act: Act, place: str, **keywords: Any) -> Tensors:
-    with dl.join_world() as world:
-        return act_in_a_loop(world, None, act, place, **keywords)
 
 
 def nothing(world: dl.World, model: nn.Module) -> None:
@@ -153,23 +149,40 @@ CHANGES_NOTHING = [
 def test_what_is_no_part_of_the_step_changes_no_bit(
     act: Act, place: str, how: dict[str, Any], on_ranks: OnRanks
 ) -> None:
-    wanted = same_on_all(on_ranks(2, act_on_a_rank, nothing, "", **how))
-    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, act, place, **how)), wanted)
+    wanted = same_on_all(on_ranks(2, in_world, act_in_a_loop, None, nothing, "", **how))
+    assert is_same(same_on_all(on_ranks(2, in_world, act_in_a_loop, None, act, place, **how)), wanted)
 
 
 @pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
 def test_pickling_the_model_in_mid_run_changes_no_bit(on_ranks: OnRanks) -> None:
-    wanted = on_ranks(2, act_on_a_rank, nothing, "")
-    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, unpickle, BACKWARD)), wanted[0])
+    wanted = on_ranks(2, in_world, act_in_a_loop, None, nothing, "")
+    assert is_same(same_on_all(on_ranks(2, in_world, act_in_a_loop, None, unpickle, BACKWARD)), wanted[0])
 
 
-def clear_within_a_step(world: dl.World, folder: str, place: str) -> None:
-    act_in_a_loop(world, folder, clear, place, shards=3)
+def fail(slope: torch.Tensor) -> NoReturn:
+    raise ArithmeticError("planted")
 
 
-@pytest.mark.parametrize("place", [BACKWARD, FOLD])
-def test_zero_grad_that_loses_a_shards_gradient_is_refused(place: str, refused: Refused) -> None:
-    refused(2, clear_within_a_step, place, kind="RuntimeError", said="zero_grad")
+def train_after_an_error(fails: bool) -> Tensors:
+    """The gradients of a loop; one before it over the same model ended in an error of a backward, on all ranks."""
+
+    def spoiled(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = model[:2](rows)
+        hidden.register_hook(fail)
+        return model[2](hidden).mean()  # type: ignore[no-any-return]
+
+    model = network()
+    with dl.join_world() as world:
+        if fails:
+            with pytest.raises(ArithmeticError, match="planted"):
+                train_in(world, model, spoiled)
+        train_in(world, model, data=samples(6))
+    return gradients_of(model)
+
+
+def test_a_new_loop_after_an_error_of_backward_is_as_any_other(on_ranks: OnRanks) -> None:
+    results = [*on_ranks(3, train_after_an_error, True), *on_ranks(3, train_after_an_error, False)]
+    assert float(same_on_all(results)[0].abs().sum()) > 0
 
 
 # -- a group that is added in mid-run ----------------------------------------------------------------------
@@ -186,8 +199,8 @@ def add_a_group(world: dl.World, folder: str, place: str, adder: int = ALL, diff
     """In the second step, or right before it; its layer takes part from then on."""
     model = network()
     head = head_of(0.5 if differing and world.rank > 0 else 0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in loop_over(world, "", model, optimizer, run_dir=folder or None):
+    optimizer = sgd(model)
+    for step in loop_over(world, folder, model, optimizer):
         if (step.iteration, place) == (2, FIRST) and does_it(world, adder):
             optimizer.add_param_group({"params": list(head.parameters())})
         for rows in step:
@@ -200,15 +213,10 @@ def add_a_group(world: dl.World, folder: str, place: str, adder: int = ALL, diff
     return values_of(model, head)
 
 
-def add_on_a_rank(place: str, differing: bool) -> Tensors:
-    with dl.join_world() as world:
-        return add_a_group(world, "", place, differing=differing)
-
-
 def add_plainly() -> Tensors:
     model = network()
     head = head_of(0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for number, rows in enumerate(samples(24).split(6), 1):
         if number == 2:
             optimizer.add_param_group({"params": list(head.parameters())})
@@ -223,7 +231,7 @@ def add_plainly() -> Tensors:
 def test_a_group_added_in_mid_run_is_trained_as_in_the_plain_loop_from_rank_0s_values(
     place: str, differing: bool, on_ranks: OnRanks
 ) -> None:
-    assert is_close(same_on_all(on_ranks(3, add_on_a_rank, place, differing)), add_plainly())
+    assert is_close(same_on_all(on_ranks(3, in_world, add_a_group, "", place, differing=differing)), add_plainly())
 
 
 @pytest.mark.slow
@@ -245,9 +253,7 @@ def run_two_loops(how: str) -> Tensors:
     with dl.join_world() as world:
         first = norm_network()
         models = [first, norm_network() if how == "two models" else first]
-        loops = (
-            loop_over(world, "", model, run_dir=None, bucket_cap_mib=1e-5) for model in models
-        )  # made when reached
+        loops = (loop_over(world, "", model, bucket_cap_mib=1e-5) for model in models)  # made when reached
         if how == "one after the other":
             for step in chain.from_iterable(loops):
                 make(step, first)
@@ -259,10 +265,8 @@ def run_two_loops(how: str) -> Tensors:
 
 
 def make(step: dl.Step, model: nn.Module) -> None:
-    for rows in step:
-        step.backward(loss_of(model, rows))
-    step.fold()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    take(step, model)
+    sgd(model).step()
 
 
 @pytest.mark.parametrize("how", ORDERS)
@@ -271,7 +275,7 @@ def test_two_loops_do_not_disturb_each_other(how: str, on_ranks: OnRanks) -> Non
     for rows in ORDERS[how](list(samples(24).split(6))):
         model.zero_grad()
         loss_of(model, rows).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        sgd(model).step()
     (alone,) = on_ranks(1, run_two_loops, how)  # one shard in all: batch norm sees the whole mini-batch
     assert is_same(alone, state_of(model))
     assert not is_same(same_on_all(on_ranks(2, run_two_loops, how)), alone)

@@ -8,7 +8,8 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, mean_of, network, samples
+from tests.support.refusals import ALL, Refused, loop_over, mean_of, network, samples
+from tests.support.training import take
 
 
 def wrapped(kind: str) -> nn.Module:
@@ -68,10 +69,8 @@ def test_a_model_that_torch_shares_between_ranks_is_refused(kind: str, use: str,
 def train_the_wrapped_one() -> int:
     with dl.join_world() as world:
         wrapper = nn.parallel.DistributedDataParallel(network())
-        for step in loop_over(world, "", wrapper.module, run_dir=None):
-            for rows in step:
-                step.backward(loss_of(wrapper.module, rows))
-            step.fold()
+        for step in loop_over(world, "", wrapper.module):
+            take(step, wrapper.module)
         return step.iteration
 
 
