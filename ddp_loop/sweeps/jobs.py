@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -96,7 +97,8 @@ class FunctionJob:
 class ScriptJob:
     """A script that gets a trial's parameters as options, and its run folder as `--run-dir`.
 
-    `learning_rate=0.1` becomes `--learning-rate 0.1`; True becomes the option alone, False and None leave it out.
+    `learning_rate=0.1` becomes `--learning-rate 0.1`, or `--learning_rate 0.1` where the script's help has that one;
+    True becomes the option alone, False and None leave it out.
 
     Attributes:
         is_warm: a script may change its process in any way, so each trial has new ones.
@@ -119,10 +121,9 @@ class ScriptJob:
     def check(self, names: Sequence[str]) -> None:
         if not self.script.is_file():
             raise ValueError(f"The script must be a Python file. {self.script} does not exist. Check its path.")
-        options = _options_of(self.script)
-        for name in (*names, RUN_DIR) if options else ():
-            if _option(name) not in options:
-                raise ValueError(f"{self.script.name} has no option {_option(name)}. {_named(_option(name), options)}")
+        for option in map(self._option, (*names, RUN_DIR) if self._options else ()):
+            if option not in self._options:
+                raise ValueError(f"{self.script.name} has no option {option}. {_named(option, self._options)}")
 
     def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
         run_script(str(self.script), self.arguments(parameters, folder))
@@ -132,10 +133,23 @@ class ScriptJob:
         words = list(self.words)
         for name, value in parameters.items():
             if value is True:
-                words.append(_option(name))
+                words.append(self._option(name))
             elif value is not None and value is not False:
-                words.append(f"{_option(name)}={value}")  # one word: a negative number would look like an option
-        return [*words, f"{_option(RUN_DIR)}={folder}"]
+                words.append(f"{self._option(name)}={value}")  # one word: a negative number would look like an option
+        return [*words, f"{self._option(RUN_DIR)}={folder}"]
+
+    @cached_property
+    def _options(self) -> list[str]:
+        """The options that the script's --help names; none where it has no help."""
+        command = [sys.executable, str(self.script), "--help"]
+        try:
+            helped = subprocess.run(command, capture_output=True, text=True, timeout=_HELP_S, check=True)
+        except (subprocess.SubprocessError, OSError):
+            return []
+        return list(dict.fromkeys(re.findall(r"--[A-Za-z][\w-]*", helped.stdout)))
+
+    def _option(self, name: str) -> str:
+        return f"--{name}" if f"--{name}" in self._options else "--" + name.replace("_", "-")
 
 
 Job: TypeAlias = FunctionJob | ScriptJob  # what a sweep runs, once for each trial
@@ -144,21 +158,6 @@ Job: TypeAlias = FunctionJob | ScriptJob  # what a sweep runs, once for each tri
 def _named(name: str, known: Iterable[str]) -> str:
     listed = list(known)
     return nearest(name, listed) + f"It has {', '.join(listed) or 'none'}."
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _options_of(script: Path) -> list[str]:
-    """The options that a script's --help names; none where it has no help."""
-    try:
-        helped = subprocess.run(
-            [sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=_HELP_S, check=True
-        )
-    except (subprocess.SubprocessError, OSError):
-        return []
-    return list(dict.fromkeys(re.findall(r"--[A-Za-z][\w-]*", helped.stdout)))
 
 
 def find_function(name: str, folder: Path) -> Callable[..., object]:

@@ -17,7 +17,7 @@ from ddp_loop.distributed import Pool
 from ddp_loop.reporting import ask_for
 from ddp_loop.sweeps.command import _plan_of
 from ddp_loop.sweeps.folders import Objective, read_sweep
-from ddp_loop.sweeps.jobs import FunctionJob
+from ddp_loop.sweeps.jobs import FunctionJob, ScriptJob
 from ddp_loop.sweeps.plan import make_space
 from ddp_loop.sweeps.results import TrialResult, say_results
 from ddp_loop.sweeps.running import left_s
@@ -30,7 +30,7 @@ from tests.support.trials import train
 parser = argparse.ArgumentParser()
 parser.add_argument("--rate", type=float)
 parser.add_argument("--width", type=int)
-parser.add_argument("--run-dir")
+parser.add_argument("--run_dir")
 parser.add_argument("--steps", type=int)
 parser.add_argument("--first-two", default="")
 train(**vars(parser.parse_args()))
@@ -191,6 +191,16 @@ def test_a_script_in_a_toml_file(pool: Pool, tmp_path: Path) -> None:
         pool.run(train, 1, run_dir=str(tmp_path / "alone"), steps=5, rate=rate, width=2)
         assert final(tmp_path / f"sweep/trials/000{number}") == final(tmp_path / "alone")
         shutil.rmtree(tmp_path / "alone")
+
+
+def test_a_script_gets_the_options_that_its_help_has(tmp_path: Path) -> None:
+    options = "".join(f"parser.add_argument('{one}')\n" for one in ("--learning_rate", "--batch-size", "--run_dir"))
+    script = tmp_path / "job.py"
+    script.write_text(f"import argparse\nparser = argparse.ArgumentParser()\n{options}parser.parse_args()\n")
+    job = ScriptJob(script)
+    job.check(["learning_rate", "batch_size"])
+    words = job.arguments({"learning_rate": 0.1, "batch_size": 4}, "run")
+    assert words == ["--learning_rate=0.1", "--batch-size=4", "--run_dir=run"]
 
 
 @pytest.mark.parametrize(
