@@ -420,10 +420,8 @@ def test_what_no_rank_can_run_is_refused_before_a_process_starts(pool: Pool) -> 
         (partial(pool.run, own_rank, 9), ValueError, "on 1 .. 8 ranks of this pool. Got 9."),
         (partial(pool.run, own_rank, 1, timeout_s=0), ValueError, "timeout_s must be positive, or None for no limit."),
         (partial(pool.run, own_rank, 1, timeout_s=math.nan), ValueError, "timeout_s must be positive, or None"),
-        *(
-            (partial(launch, own_rank, n), ValueError, f"must be a whole number, 1 or more. Got {n!r}.")
-            for n in (0, "2")
-        ),
+        (partial(launch, own_rank, 0), ValueError, "must be a whole number, 1 or more. Got 0."),
+        (partial(launch, own_rank, "2"), ValueError, "1 or more. Got '2'."),  # type: ignore[arg-type]
         (partial(launch, 3, 2), TypeError, "must be the function to call on each rank. Got 3"),  # type: ignore[arg-type]
         (partial(launch, rank_and_arguments, 2, threading.Lock()), TypeError, "These cannot be pickled (cannot pickle"),
         (partial(closed.run, own_rank, 1), RuntimeError, "A closed pool cannot run tasks. Create a new Pool"),
