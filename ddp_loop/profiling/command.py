@@ -75,7 +75,7 @@ def profile(
             say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")
         elif traces is not None:
             say(
-                f"No Chrome trace was written into {traces}. Check that it can be, and that the first Loop makes {most} "
+                f"No Chrome trace was written into {traces}. Check that it can be, and that the first Loop has {most} "
                 f"steps.\n{last_output(folder)}".rstrip()
             )
 
