@@ -57,7 +57,7 @@ class EarlyStopping:
     def should_stop(self, loss: float | torch.Tensor) -> bool:
         """Take the next validation loss, keep the weights if it is the lowest, and return whether to stop.
 
-        NaN and infinity are not an improvement.
+        NaN and plus infinity are not an improvement.
 
         Args:
             loss: one number or tensor of one value, the same on every rank.

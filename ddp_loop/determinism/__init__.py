@@ -1,6 +1,6 @@
 """Random streams keyed by their purpose, the settings of a deterministic block, digests, and checks of numbers."""
 
-from ddp_loop.determinism.checks import as_int, check_count
+from ddp_loop.determinism.checks import as_int, check_count, check_seed
 from ddp_loop.determinism.digests import Leaf, checksum, checksum_all, digest, leaves, same_bits
 from ddp_loop.determinism.seeding import (
     COLLATE,
@@ -34,6 +34,7 @@ __all__ = [
     "Leaf",
     "as_int",
     "check_count",
+    "check_seed",
     "checksum",
     "checksum_all",
     "deterministic",

@@ -41,15 +41,13 @@ def as_int(value: Any) -> Any:
         return value
 
 
-def check_seed(seed: Any) -> int | None:
-    """A seed as Python's int, or None.
+def check_seed(seed: Any) -> int:
+    """A seed as Python's int.
 
     Raises:
         ValueError: it is no integer that fits 64 bits, signed or unsigned.
     """
-    seed = as_int(seed)
-    if seed is None:
-        return None
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number of 64 bits, or None to leave the random state. Got {seed!r}.")
-    return seed
+    number = check_count("seed", seed, None)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"seed must be a whole number of 64 bits. Got {seed!r}.")
+    return number

@@ -83,7 +83,7 @@ def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
         RuntimeError: NCCL was started before the block with other variables. Inside the block: an operation has no
             deterministic form; the message names it.
     """
-    seed = check_seed(seed)
+    seed = None if seed is None else check_seed(seed)
     _check_environment()
     if dist.is_available() and dist.is_initialized():
         require_unstarted(str(dist.get_backend_config()))

@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from ddp_loop.accelerators import accelerator_of, current_kind, device_count, gpu_count
-from ddp_loop.determinism import as_int
+from ddp_loop.determinism import check_count, check_seed
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.process_group import raise_on_all
@@ -26,6 +26,7 @@ from ddp_loop.elastic import begin_at_script, is_reported
 EXCHANGES = ("auto", "memory", "gloo")
 _EXCHANGE = "DDP_LOOP_EXCHANGE"
 _REFUSAL_S = 10.0  # how long a rank without a device waits for the others
+_MOST_S = 2e6  # TCP counts milliseconds in a C int
 _sharing = ContextVar("sharing", default=False)
 
 
@@ -56,7 +57,7 @@ def join_world(
         seed: of Python's, NumPy's and torch's generators, and of every random stream of a loop.
         threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
             1, and plain Python takes all cores.
-        timeout_s: how long a collective waits for the slowest rank, in seconds.
+        timeout_s: how long a collective waits for the slowest rank, in seconds; at most 23 days.
         exchange: how the ranks exchange values in the host's memory. "auto": in shared memory where all ranks are on
             one machine and can share it, otherwise over gloo; "memory": the former, or an error; "gloo". With fixed
             shards a step's sums have the same bits both ways. Where it is "auto", the environment variable
@@ -69,12 +70,11 @@ def join_world(
         ValueError: only one of RANK and WORLD_SIZE, no such device, two ranks with one GPU, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
-    seed = as_int(seed)
-    threads = as_int(threads)
-    if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
+    seed = check_seed(seed)
+    threads = check_count("threads", threads)
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
+    timeout_s = min(timeout_s, _MOST_S)
     if exchange == "auto":
         exchange = os.environ.get(_EXCHANGE) or exchange
     if exchange not in EXCHANGES:

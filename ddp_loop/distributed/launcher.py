@@ -32,6 +32,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp_loop.determinism import check_count
 from ddp_loop.distributed.cells import CELL, LaunchedCells, cell_sockets, shows_ranks
 from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
@@ -52,6 +53,7 @@ from ddp_loop.elastic import (
 
 Result = TypeVar("Result")
 
+_RANKS = "The number of ranks"
 _STOP_S = 30.0  # for a checkpoint after Ctrl-C, as torchrun allows
 _PARENT_CHECK_S = 1.0
 _START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer
@@ -134,9 +136,7 @@ class Pool:
     """
 
     def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
-        if size < 1:
-            raise ValueError(f"There must be at least 1 rank. Got {size}.")
-        self.size = size
+        self.size = check_count(_RANKS, size)
         self._variables = dict(environment or {})
         self._workers: dict[int, Worker] = {}
         self._turn = threading.Lock()
@@ -174,9 +174,9 @@ class Pool:
             TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is not 1 .. size.
         """
         call = pack_call(function, arguments, keywords)
-        if not 1 <= ranks <= self.size:
+        if check_count(_RANKS, ranks) > self.size:
             raise ValueError(f"A task runs on 1 .. {self.size} ranks of this pool. Got {ranks}. Create a larger Pool.")
-        if timeout_s is not None and timeout_s <= 0:
+        if timeout_s is not None and not timeout_s > 0:  # NaN too
             raise ValueError(f"timeout_s must be positive, or None for no limit. Got {timeout_s}.")
         with self._turn:
             if self._closed:

@@ -281,8 +281,18 @@ def forget_failed_starts() -> None:
 
 
 def launcher_store(place: RankEnv, timeout: timedelta) -> dist.Store:
-    """The launcher's store, with keys of this world alone."""
-    store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+    """The launcher's store, with keys of this world alone.
+
+    Raises:
+        ValueError: MASTER_ADDR or MASTER_PORT is missing, or is none.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+    except ValueError as error:
+        raise ValueError(
+            "RANK and WORLD_SIZE need MASTER_ADDR and MASTER_PORT, an address and a free port of rank 0's machine. "
+            f"{error}. Start with torchrun, or set them."
+        ) from None
     store.set_timeout(timeout)
     return own_keys(store, place.rank)
 

@@ -68,8 +68,10 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
             options.log_dir = scratch  # of the ranks' errors; torchrun leaves its own behind
         try:
             config, entrypoint, words = config_from_args(options)
-        except AssertionError as error:  # torch's checks of numbers
+        except (AssertionError, RuntimeError) as error:  # torch's checks
             raise ValueError(f"{error}. Correct the option.") from None
+        if not config.monitor_interval > 0:
+            raise ValueError(f"--monitor-interval must be above 0 seconds. Got {config.monitor_interval}.")
         if not options.no_python and not options.run_path:
             words = ["-u", "-m", "ddp_loop.elastic", *words[1:]]  # words[0] is "-u"; see elastic/rank.py
         code = run_agent(config, entrypoint, words)

@@ -71,7 +71,7 @@ def facts_of(place: RankEnv, run: Path | None, data: Path | None, script: Path |
             try:
                 digests[name] = digest_of(path)
             except OSError as error:
-                problem = f"The {name} cannot be read ({error})."
+                problem = f"The {name} cannot be read ({error}). Check --{name}."
     gpus = list(enumerate(all_gpus()))
     return Facts(
         place.rank,
@@ -124,7 +124,7 @@ def digest_of(path: Path, pattern: str = "*", *, whole: bool = False) -> str:
     found = hashlib.sha256()
     for number, (one, size) in enumerate(zip(files, sizes, strict=True)):
         name = one.relative_to(path).as_posix() if path.is_dir() else ""
-        found.update(f"{name}\0{size}\0".encode())
+        found.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
         for part in _parts(one, size, whole) if number in read else ():
             found.update(part)
     return found.hexdigest()[:_SHOWN]

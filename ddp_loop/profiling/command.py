@@ -51,6 +51,7 @@ def profile(
         traces = None if traces is None else traces.absolute()
         most = WARM_UP + steps + (TRACED if traces is not None else 0)
         request = TraceRequest(folder, most, profile=steps, traces=traces)
+        earlier = _traces_in(traces)
         failure = ""
         try:
             start(run_requested, ranks, str(script), list(arguments), request)
@@ -70,5 +71,15 @@ def profile(
                 "(profile SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since profile starts the "
                 f"ranks itself.\n{last_output(folder)}".rstrip()
             )
-        if traces is not None:
+        if _traces_in(traces) - earlier:
             say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")
+        elif traces is not None:
+            say(
+                f"No Chrome trace was written into {traces}. Check that it can be, and that the first Loop has {most} "
+                f"steps.\n{last_output(folder)}".rstrip()
+            )
+
+
+def _traces_in(folder: Path | None) -> set[tuple[Path, int]]:
+    """The traces in a folder, each with the time of its last change."""
+    return {(one, one.stat().st_mtime_ns) for one in folder.glob("trace-rank-*.json")} if folder is not None else set()

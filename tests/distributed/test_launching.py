@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -415,9 +416,12 @@ def test_what_no_rank_can_run_is_refused_before_a_process_starts(pool: Pool) -> 
     with Pool(1) as closed:
         pass
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
-        *((partial(pool.run, own_rank, n), ValueError, f"on 1 .. 8 ranks of this pool. Got {n}.") for n in (0, -1, 9)),
+        *((partial(pool.run, own_rank, n), ValueError, f"1 or more. Got {n!r}.") for n in (0, -1, True)),
+        (partial(pool.run, own_rank, 9), ValueError, "on 1 .. 8 ranks of this pool. Got 9."),
         (partial(pool.run, own_rank, 1, timeout_s=0), ValueError, "timeout_s must be positive, or None for no limit."),
-        (partial(launch, own_rank, 0), ValueError, "at least 1 rank. Got 0."),
+        (partial(pool.run, own_rank, 1, timeout_s=math.nan), ValueError, "timeout_s must be positive, or None"),
+        (partial(launch, own_rank, 0), ValueError, "must be a whole number, 1 or more. Got 0."),
+        (partial(launch, own_rank, "2"), ValueError, "1 or more. Got '2'."),  # type: ignore[arg-type]
         (partial(launch, 3, 2), TypeError, "must be the function to call on each rank. Got 3"),  # type: ignore[arg-type]
         (partial(launch, rank_and_arguments, 2, threading.Lock()), TypeError, "These cannot be pickled (cannot pickle"),
         (partial(closed.run, own_rank, 1), RuntimeError, "A closed pool cannot run tasks. Create a new Pool"),

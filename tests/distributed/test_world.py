@@ -88,9 +88,10 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
     ("keywords", "variables", "said"),
     [
         ({}, {"RANK": "1"}, "RANK and WORLD_SIZE must both be set, or neither. RANK=1 is set"),
-        *(({"threads": number}, {}, f"threads={number}") for number in (0, -2, 1.5)),
+        ({}, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE need MASTER_ADDR and MASTER_PORT"),
+        *(({"threads": number}, {}, f"threads must be a whole number, 1 or more. Got {number}") for number in (0, 1.5)),
         *(({"timeout_s": number}, {}, f"timeout_s={number}") for number in (0, -1.5, float("nan"), float("inf"))),
-        *(({"seed": value}, {}, "seed") for value in (1.5, "one")),
+        *(({"seed": value}, {}, "seed must be a whole number") for value in (1.5, "one", True, None, 2**64)),
         ({"device": None}, {}, "Got None"),
     ],
 )
@@ -101,6 +102,15 @@ def test_what_a_world_cannot_be_joined_with_is_refused_before_anything_is_change
     with mock.patch.dict(os.environ, variables), pytest.raises(ValueError, match=re.escape(said)):
         dl.join_world(**keywords)
     assert (torch.get_num_threads(), random.getstate()) == (threads, stream)
+
+
+def join_for_long() -> int:
+    with dl.join_world(timeout_s=1e300) as world:
+        return world.size
+
+
+def test_ranks_that_may_wait_for_ever_meet(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, join_for_long) == [2, 2]
 
 
 def join_apart() -> list[tuple[str, str, float]]:

@@ -29,6 +29,10 @@ pytestmark = pytest.mark.covers("J6")
         (["--nproc-per-node", "-1", __file__], "--ranks must be a whole number, 1 or more, or gpu. Got '-1'."),
         (["--max-restarts=-1", __file__], "max_restarts must be >= 0. Correct the option."),
         (["--nnodes=2:1", __file__], "min_nodes must be > 0 and <= max_nodes"),
+        (["--nnodes=1:2:3", __file__], 'nnodes=1:2:3 is not in "MIN:MAX" format. Correct the option.'),
+        (["--monitor-interval=0", __file__], "--monitor-interval must be above 0 seconds. Got 0.0."),
+        (["--log-dir", __file__, __file__], f"log_dir: {__file__} is a file"),
+        (["--log-dir=/proc/self", __file__], "[Errno 2] No such file or directory: '/proc/self/"),
     ],
 )
 def test_what_cannot_be_started_is_refused_in_one_line(

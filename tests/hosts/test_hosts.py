@@ -166,7 +166,7 @@ def made(folder: Path, files: dict[str, Any]) -> str:
 
 
 def test_a_digest_depends_on_names_sizes_and_contents(tmp_path: Path) -> None:
-    files = {"a": b"1", "b/c": b"2"}
+    files = {"a": b"1", "b/c": b"2", os.fsdecode(b"\xff"): b"3"}  # a name that is no UTF-8
     first = made(tmp_path / "1", files)
     assert made(tmp_path / "2", files) == first
     others = [{"a": b"1", "b/d": b"2"}, {"a": b"1", "b/c": b"3"}, {"a": b"12", "b/c": b""}, {"a": b"1"}]

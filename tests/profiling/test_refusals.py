@@ -73,6 +73,13 @@ def test_what_was_measured_is_reported_where_the_script_fails(on_ranks: OnRanks,
     assert said[0].startswith(f"Profile: 2 of 10 steps after {WARM_UP} of warm-up, 2 ranks on cpu.")
 
 
+def test_traces_that_could_not_be_written_are_not_announced(on_ranks: OnRanks, tmp_path: Path) -> None:
+    said = "\n".join(profiled(on_ranks, planted(tmp_path), traces=Path(__file__) / "traces"))
+    assert "No Chrome trace was written into" in said
+    assert "Not a directory" in said
+    assert "perfetto" not in said
+
+
 def test_each_loop_of_a_script_has_a_table_and_one_that_ends_in_its_warm_up_says_so(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
