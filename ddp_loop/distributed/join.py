@@ -27,6 +27,7 @@ EXCHANGES = ("auto", "memory", "gloo")
 _EXCHANGE = "DDP_LOOP_EXCHANGE"
 _REFUSAL_S = 10.0  # how long a rank without a device waits for the others
 _MOST_S = 2e6  # TCP counts milliseconds in a C int
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun; a batch script has none
 _sharing = ContextVar("sharing", default=False)
 
 
@@ -88,7 +89,18 @@ def join_world(
         accelerator_of(chosen).keep_memory()
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
     _leave_at_exit(world)
+    _say_if_alone(world)
     return world
+
+
+def _say_if_alone(world: World) -> None:
+    """Say that tasks of srun or mpirun, without torchrun, each train alone."""
+    named = [name for name in _TASKS if os.environ.get(name, "1") != "1"]
+    if named and "RANK" not in os.environ:
+        world.say(
+            f"ddp_loop: this process trains alone, though {named[0]} is {os.environ[named[0]]}: srun and mpirun start "
+            "no ranks. To train with all tasks, start them with torchrun, as launch/slurm.sbatch does."
+        )
 
 
 @contextmanager

@@ -112,6 +112,25 @@ def test_variables_that_contradict_each_other_are_refused(variables: dict[str, s
         read_rank_env(variables)
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "this process trains alone, though SLURM_STEP_NUM_TASKS is 4"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, ""),  # the shell of an allocation of four
+        ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}, ""),  # torchrun on each machine
+    ],
+)
+def test_a_line_says_that_a_task_of_srun_or_mpirun_trains_alone(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with join_world(device="cpu"):
+        shown = capsys.readouterr().out
+    assert said in shown if said else not shown
+
+
 @pytest.mark.covers("C2")
 def test_gpus_are_each_as_full_as_one_alone_and_cpu_ranks_share_the_mini_batch_of_one() -> None:
     assert [scale_batch_size(one, SomeRanks(ranks, GPU)) for one, ranks in ((128, 2), (64, 4))] == [256, 256]

@@ -45,6 +45,7 @@ def files(folder: Path) -> dict[str, bytes]:
         ({"rate": RANGE}, {}, "A grid needs the values of each parameter. rate has a range"),
         ({"rate": RANGE}, {"sampler": "random"}, "trials must be the number of trials to draw, 1 or more. Got None"),
         ({"rate": [float("nan")]}, {}, "A value of rate must be finite. Got nan"),
+        ({"rate": {"low": 0, "high": float("inf")}}, {}, "A value of rate must be finite. Got inf"),
         ({"rate": ["a", object()]}, {}, "A value of rate must be a number, a text, a bool or None"),
         ({"rate": [1]}, {"sampler": "tpo"}, "sampler must be one of grid, random, tpe"),
         ({"rate": [1]}, {"sampler": "CmaESSampler", "trials": 3}, "Got 'CmaESSampler'. Did you mean 'CmaEsSampler'?"),
