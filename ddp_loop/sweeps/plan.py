@@ -352,10 +352,9 @@ def _distribution(name: str, given: object) -> BaseDistribution:
     try:
         if all(type(bound) is int for bound in (low, high)) and type(step) in (int, type(None)):
             return IntDistribution(low, high, log, 1 if step is None else step)
-        bounds = [float(low), float(high)]
-        for bound in bounds:
+        for bound in (float(low), float(high)):
             _scalar(name, bound)
-        return FloatDistribution(*bounds, log, step)
+        return FloatDistribution(float(low), float(high), log, step)
     except (TypeError, ValueError) as error:
         raise ValueError(f"The range of {name} is not possible: {error}") from error
 
