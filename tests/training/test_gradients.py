@@ -86,6 +86,7 @@ def test_a_gradient_divided_by_counts_in_the_shard_is_refused(
     refused(ranks, count_rows, kind, shards, by=ALL, kind="ValueError", said=said)
 
 
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_one_shard_may_divide_by_the_counts_in_it(kind: type[nn.Module], on_ranks: OnRanks) -> None:
     on_ranks(1, in_world, count_rows, "", kind, None)
