@@ -74,10 +74,10 @@ def test_the_benchmark_has_resnet_50s_layers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_device("cpu", "the benchmark is of ranks on the CPU")
-@pytest.mark.parametrize("shards", [8, 1024])
+@pytest.mark.parametrize("shards", [8, 128])
 def test_a_steps_payload_is_two_percent_of_resnet_50s_gradients_at_most(shards: int, on_ranks: OnRanks) -> None:
     parameters = PARAMETERS if shards == 8 else 10**6  # of the rule's side on which ResNet-50 is too
-    for payload in on_ranks(2, measure, shards, parameters=parameters, timeout_s=300.0):  # 1,024 shards take long
+    for payload in on_ranks(2, measure, shards, parameters=parameters):
         assert payload.gradients >= 4 * PARAMETERS
         assert 0 < payload.share <= 0.02
 
