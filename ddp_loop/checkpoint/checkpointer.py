@@ -150,6 +150,7 @@ class Checkpointer:
         self._has_said_unlike = False
         self._began = time.monotonic()
         self._ended = False
+        self._turn = threading.RLock()  # of one status after the other
         self._is_refused = True  # until it is restored; its status then stays as it was
         self._kept: list[str] = []  # the newest durable checkpoint, if there is one
         self.advice = partial(_advice_of, self.folder, self._kept)  # keeps no state alive
@@ -500,8 +501,10 @@ class Checkpointer:
     # -- the run's status ----------------------------------------------------------------------------------
 
     def write_status(self, status: str, **facts: object) -> None:
-        """Write status.json, on rank 0; prints a line if that fails."""
-        if self._run is not None:
+        """Write status.json, on rank 0; prints a line if that fails. A save that ends after the loop says nothing."""
+        with self._turn:
+            if self._run is None or (self._ended and status == "running"):
+                return
             facts = {"device": str(self._world.device), "checkpoint": self.newest or None, **self._extent, **facts}
             try:
                 self._run.write_status(status, ranks=self._world.size, **facts)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import redirect_stdout, suppress
+import threading
+from contextlib import ExitStack, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -206,27 +208,40 @@ def test_the_status_names_the_rank_that_left_the_loop_alone(on_ranks: OnRanks, t
     assert "left the loop" in status["why"]
 
 
-def fail_after_a_save(folder: str) -> list[str]:
-    """The run's status whenever the loop waits for the writer of a checkpoint."""
+def fail_while_a_checkpoint_is_written(folder: str) -> list[str]:
+    """The run's status before and after each wait of the loop for the writer, which is done in that wait alone."""
     found = list[str]()
-    wait = Checkpointer.wait
+    is_waited_for = threading.Event()
+    wait, write = Checkpointer.wait, CheckpointStore.write
 
     def look(checkpointer: Checkpointer) -> None:
         found.append(status_of(Path(folder))["status"])
+        is_waited_for.set()
         wait(checkpointer)
+        found.append(status_of(Path(folder))["status"])
 
-    with suppress(ArithmeticError), mock.patch.object(Checkpointer, "wait", look), dl.join_world() as world:
+    def write_late(*arguments: Any, **keywords: Any) -> Path:
+        is_waited_for.wait()
+        return write(*arguments, **keywords)
+
+    with ExitStack() as inside:
+        inside.enter_context(mock.patch.object(Checkpointer, "wait", look))
+        inside.enter_context(mock.patch.object(CheckpointStore, "write", write_late))
+        inside.enter_context(suppress(ArithmeticError))
+        world = inside.enter_context(dl.join_world())
         loop, make = endless(world, run_dir=folder, save_every=2)
         for step in loop:
             make(step)
+            is_waited_for.clear()
             if step.iteration == 3:
                 raise ArithmeticError
     return found
 
 
-def test_a_failure_is_recorded_before_the_wait_for_a_checkpoint(on_ranks: OnRanks, tmp_path: Path) -> None:
-    (found,) = on_ranks(1, fail_after_a_save, str(tmp_path))
-    assert found[-1] == "failed"
+def test_a_failure_is_recorded_before_the_wait_for_a_checkpoint_and_stays(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (found,) = on_ranks(1, fail_while_a_checkpoint_is_written, str(tmp_path))
+    assert found[-2:] == ["failed", "failed"]
+    assert status_of(tmp_path)["checkpoint"] == "step-00000002"
 
 
 def lose_an_unknown_peer(folder: str) -> None:
