@@ -472,7 +472,7 @@ def _run(arguments: list[str], typed: list[str] | None) -> int:
         from ddp_loop.elastic import run_command
 
         return run_command(arguments, typed)
-    except (OSError, ValueError, ImportError) as error:  # the first of --log-dir, or of a full disk
+    except (ValueError, ImportError) as error:
         print(f"ddp_loop run: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

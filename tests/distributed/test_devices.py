@@ -117,6 +117,7 @@ def test_variables_that_contradict_each_other_are_refused(variables: dict[str, s
     [
         ({"SLURM_STEP_NUM_TASKS": "4"}, "this process trains alone, though SLURM_STEP_NUM_TASKS is 4"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"PMI_SIZE": "3"}, "PMI_SIZE is 3"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}, ""),  # the shell of an allocation of four
         ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}, ""),  # torchrun on each machine
     ],

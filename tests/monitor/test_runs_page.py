@@ -207,7 +207,7 @@ def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: 
     one.open_card("trials/0002")  # another one, without closing the first
     one.waits_for(".run .folder", str(sweep / "trials" / "0002"))
     assert one.at(".continue").is_hidden()
-    until(lambda: one.last("loss") == [[20, 4]], "that of the other one")
+    until(lambda: one.last("loss") == [[20, 4]], "the curve is the other run's")
     one.page.get_by_role("checkbox", name="Draw trials/0002").check()
     one.press("Close")
     assert not one.at(".run").is_visible()

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import ddp_loop as dl
 
 HERE = Path(__file__).parent
-EPOCHS, STEPS, STOPPED_AT = 3, 4, 6  # of an epoch
+EPOCHS, STEPS = 3, 4  # steps of an epoch
 SPACE = {"rate": {"low": 0.01, "high": 0.1}}
 INPUTS = torch.arange(72.0, dtype=torch.float64).reshape(24, 3).sin()
 TARGETS = INPUTS.sum(1, keepdim=True).cos()
@@ -61,7 +61,7 @@ def train(rate: float, run_dir: str, stop_at: int | None = None, trace: bool = F
 
 
 def former_run(folder: Path) -> Path:
-    """A copy of the run, which was stopped after step 6 of 12."""
+    """A copy of the run, which was stopped after step 7 of 12."""
     return shutil.copytree(HERE / "former" / "run", folder / "run")
 
 

@@ -39,7 +39,7 @@ class OwnNorm(nn.Module):
 
 
 def mixed() -> nn.Module:
-    """Two layers of batch norm, one of them the user's; those of other kinds are in `test_differential.py`."""
+    """Two layers of batch norm, one of a class of the user's; `test_differential.py` has other kinds."""
     torch.manual_seed(4)
     return nn.Sequential(nn.Conv1d(2, WIDE, 1), nn.BatchNorm1d(WIDE), OwnNorm(), nn.Flatten(), nn.Linear(3 * WIDE, 1))
 
