@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -143,6 +143,7 @@ def test_a_layer_equals_one_process(on_ranks: OnRanks, case: Case) -> None:
     ("dtype", "bound"),  # some 100, 3 units in the last place, where no deviation is close to 0
     [(torch.float64, BOUND), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
 )
+@settings(max_examples=20)
 @given(case=cases())
 def test_a_layer_is_that_of_one_process_on_a_gpu(
     dtype: torch.dtype, bound: float, on_ranks: OnRanks, case: Case

@@ -41,6 +41,7 @@ print("apart")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", [COMPILED, IMPORTED])
 def test_the_compiler_is_there_when_it_is_asked_for_and_functions_that_it_must_not_compile_stay_apart(
     then: str,

@@ -47,6 +47,8 @@ def kinds_of(test: pytest.Item) -> tuple[str, ...]:
     """The kinds of device that a test is to run on."""
     if not {"on_ranks", "refused"} & set(getattr(test, "fixturenames", ())):
         return (CPU,)
+    if test.get_closest_marker("gpu") is not None:
+        return (CPU,)  # the ranks take the machine's own GPUs
     if (alone := test.get_closest_marker("one_device")) is not None:
         kind, _ = alone.args
         return (kind,)

@@ -95,7 +95,7 @@ def test_compiled_in_any_way_they_equal_eager_ones_up_to_rounding(
 @pytest.mark.covers("F4")
 def test_a_compiled_run_that_was_stopped_resumes_with_the_same_bits(on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(1, train, SHARDS, dropout=0.1, timeout_s=COMPILING_S)[0]
-    for stop_at, ranks in ((1, 2), (None, 3)):
+    for stop_at, ranks in ((1, 2), (None, 1)):
         options: dict[str, Any] = {"dropout": 0.1, "folder": str(tmp_path), "stop_at": stop_at}
         found = on_ranks(ranks, train, SHARDS, **options, timeout_s=COMPILING_S)
     assert is_same(same_on_all(found), whole)
