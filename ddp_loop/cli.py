@@ -399,6 +399,9 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: of the command line, without the program; by default this process's own.
     """
+    from ddp_loop.elastic import open_missing_streams
+
+    open_missing_streams()
     try:
         try:
             return _command(arguments)

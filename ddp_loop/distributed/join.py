@@ -21,7 +21,7 @@ from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.process_group import raise_on_all
 from ddp_loop.distributed.processes import LineHook, follow_launcher, has_line, set_line
 from ddp_loop.distributed.world import World
-from ddp_loop.elastic import begin_at_script, is_reported
+from ddp_loop.elastic import begin_at_script, is_reported, open_missing_streams
 
 EXCHANGES = ("auto", "memory", "gloo")
 _EXCHANGE = "DDP_LOOP_EXCHANGE"
@@ -71,11 +71,10 @@ def join_world(
         ValueError: only one of RANK and WORLD_SIZE, no such device, two ranks with one GPU, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
+    open_missing_streams()
     seed = check_seed(seed)
     threads = check_count("threads", threads)
-    if not (isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
-    timeout_s = min(timeout_s, _MOST_S)
+    timeout_s = _check_timeout(timeout_s)
     if exchange == "auto":
         exchange = os.environ.get(_EXCHANGE) or exchange
     if exchange not in EXCHANGES:
@@ -91,6 +90,12 @@ def join_world(
     _leave_at_exit(world)
     _say_if_alone(world)
     return world
+
+
+def _check_timeout(timeout_s: float) -> float:
+    if not (isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
+    return min(timeout_s, _MOST_S)
 
 
 def _say_if_alone(world: World) -> None:

@@ -22,6 +22,7 @@ from ddp_loop.elastic.rank import (
     is_reported,
     leave_advice,
     leave_error,
+    open_missing_streams,
     shorten_refusal,
     show_unless_reported,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "leave_error",
     "loopback_variables",
     "oom_kills",
+    "open_missing_streams",
     "program_name",
     "run_command",
     "run_parser",

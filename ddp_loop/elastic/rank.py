@@ -140,6 +140,18 @@ def flush_output(last: str = "") -> None:
             stream.flush()
 
 
+def open_missing_streams() -> None:
+    """Give a process that was started without a standard stream, as some daemons are, the null device in its place.
+
+    Else the next file that is opened would get the stream's number, and with it what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: the missing stream's
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", closefd=False))
+
+
 def is_reported(error: BaseException) -> bool:
     """Whether the launcher prints this exception."""
     return getattr(error, _REPORTED, False)
