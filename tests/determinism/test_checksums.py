@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_loop.determinism import checksum, checksum_all
-from ddp_loop.determinism.digests import _odd, _of_pieces, _of_rows, words
+from ddp_loop.determinism.digests import _odd, _of_pieces, _of_rows, digest, words
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -175,3 +175,17 @@ def test_a_gpu_gives_the_same_checksums() -> None:
     tensors = [drawn(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     tensors += [drawn((count,), torch.float32) for count in (2**14 - 1, 2**14, 50_001, 9_000_001)]
     assert checksum_all([tensor.cuda() for tensor in tensors]).tolist() == checksum_all(tensors).tolist()
+
+
+# -- digests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_digest_has_every_bit_of_a_tensor_its_type_and_its_shape() -> None:
+    rows = torch.zeros(50, 60)
+    changed = rows.clone()
+    changed[25, 30] = -0.0  # in the middle of what is too large to be printed, and equal to 0
+    others: list[torch.Tensor | float | str | bytes | None] = [
+        changed, rows.reshape(60, 50), rows.double(), rows.int(), rows[:0], rows[0, 0], "", b"", 0.0, 0, None,
+    ]  # fmt: skip
+    assert len({digest(rows), *(digest(other) for other in others)}) == 1 + len(others)
+    assert digest(rows) == digest(rows.t().clone().t()) == digest(rows.clone().requires_grad_())
