@@ -59,7 +59,13 @@ class Named(nn.Sequential):
 
 def count(world: dl.World, folder: str, case: str) -> None:
     inputs, labels = images(SIZE)
-    data: Any = (inputs, labels)
+    other_data: dict[str, Any] = {
+        "float": (inputs, labels.float()),
+        "a column": (inputs, labels[:, None]),
+        "alone": inputs,
+        "one part": (inputs,),
+    }
+    data = other_data.get(case, (inputs, labels))
     classes: Any = 3
     model = network()
     match case:
@@ -67,12 +73,6 @@ def count(world: dl.World, folder: str, case: str) -> None:
             labels[SIZE - 1] = 3  # of the last shard, so of one rank
         case "negative":
             labels[0] = labels[1] = -1
-        case "float":
-            data = (inputs, labels.float())
-        case "a column":
-            data = (inputs, labels[:, None])
-        case "alone":
-            data = inputs
         case "no classes":
             classes = 0
         case "a dict":
@@ -94,6 +94,7 @@ def count(world: dl.World, folder: str, case: str) -> None:
         ("float", r"Labels must be integers, one per sample.*Got torch.float32 of shape \(50,\)"),
         ("a column", r"Got torch.int64 of shape \(50, 1\)"),
         ("alone", "Got Tensor without a second part"),
+        ("one part", "Got tuple without a second part"),
         ("no classes", "classes must be a whole number, 1 or more. Got 0"),
         ("a dict", r"Got dict. Pass classes= .* If the model returns anything else, pass forward="),
         ("more classes", r"one value per sample and class, shape \(50, 4\). Got shape \(50, 3\)"),

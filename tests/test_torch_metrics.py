@@ -228,6 +228,30 @@ def test_the_first_piece_does_not_decide_the_dtype(first: torch.Tensor, ranks: i
     assert [found["largest"] for found in on_ranks(ranks, of_labels, first)] == [whole] * ranks
 
 
+class Large(Gathered):
+    """The number of outputs above 1e9, which none is, so that each piece is empty."""
+
+    def __init__(self) -> None:
+        super().__init__("cat")
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        self.values.append(logits[logits[:, 0] > 1e9, 0])
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(torch.cat(list(self.values)).numel())
+
+
+def count_large() -> dict[str, float]:
+    with dl.join_world() as world:
+        data, model = data_and_model()
+        return dl.evaluate(model, dl.Batches(data, 6, world, shuffle=False), metrics={"large": Large()})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pieces_that_are_all_empty_are_an_empty_state(ranks: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, count_large) == [{"large": 0.0, "samples": SAMPLES}] * ranks
+
+
 class Smoothed(OfFirst):
     """A metric whose sum starts at 1."""
 
