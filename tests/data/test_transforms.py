@@ -57,6 +57,7 @@ def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index:
 def test_draws_depend_on_the_sample_not_on_shards_ranks_or_workers(on_ranks: OnRanks) -> None:
     alone = on_ranks(1, seen, 1, 8, {}, True)[0]
     assert len(alone) == 2 * SIZE
+    assert all(alone[0, sample] != alone[1, sample] for sample in range(SIZE))
     for ranks, shards, batch_size, options, by_index in [
         (2, None, 8, {}, True),
         (3, 4, 5, {}, True),
