@@ -114,7 +114,7 @@ def test_strides_and_offsets_do_not_matter() -> None:
     for view in (
         image.mT,
         image[1:, :, ::2],
-        odd[1:],
+        *(odd[start : start + 8] for start in range(20)),  # of whole words, which 15 of them do not start at
         odd[:16:2],
         drawn((5,), torch.complex64).conj(),
         torch.ones(1).expand(3),
