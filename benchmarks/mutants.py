@@ -277,14 +277,13 @@ class Runner:
 
 
 def _files_that_name(module: Path, tests: Path) -> list[Path]:
-    """Test files that name a module at the top of the package, or what it has in public."""
+    """Test files that have the name of a module at the top of the package, or name it or what it has in public."""
     definitions = (ast.FunctionDef, ast.ClassDef)
     names = [node.name for node in ast.parse(module.read_text()).body if isinstance(node, definitions)]
     words = [f"ddp_loop.{module.stem}", *(name for name in names if not name.startswith("_"))]
     named = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b")
-    return [
-        path for path in tests.rglob("test_*.py") if path.parent.name != "project" and named.search(path.read_text())
-    ]
+    others = [path for path in tests.rglob("test_*.py") if path.parent.name != "project"]
+    return [path for path in others if path.stem == f"test_{module.stem}" or named.search(path.read_text())]
 
 
 def _git(*arguments: str) -> str:
