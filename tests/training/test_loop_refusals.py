@@ -108,6 +108,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "buckets without room": (over(bucket_cap_mib=0.0), SIZE),
     "buckets of nan": (over(bucket_cap_mib=nan), SIZE),
     "a rule that is none": (over(on_nonfinite="ignore"), "on_nonfinite must be one of .* Got 'ignore'"),
+    "checkpoints after no step": (over(save_every=0), f"save_every {WHOLE}0"),
+    "no checkpoint that stays": (over(keep_last=0), f"keep_last {WHOLE}0"),
+    "checkpoints after no time": (over(save_every_s=0.0), "save_every_s must be a positive number of seconds"),
+    "another way to bear errors": (over(on_save_error="ignore"), "on_save_error must be one of .* Got 'ignore'"),
     "an unknown buffer": (over(buffer_reduction={"memory": "sum"}), NO_RULE),
     "a sparse buffer": (
         with_memory(torch.eye(3).to_sparse()),
