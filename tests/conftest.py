@@ -29,7 +29,7 @@ from tests.support.harness import (
     look_around,
     run_cleanly,
 )
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 from tests.support.refusals import Refused
 from tests.support.skips import refuse_unknown_skip
 from tests.support.slurm import Slurm, running_slurm
@@ -67,8 +67,6 @@ def pytest_configure() -> None:
     (ROOT / "build").mkdir(exist_ok=True)  # one process builds the fake GPU there while another runs a test
     os.environ["OMP_NUM_THREADS"] = "1"  # 1 and 2 threads give different bits
     os.environ["RES_OPTIONS"] = "timeout:1"
-    if PYTHON_PATH not in os.environ.get("PYTHONPATH", ""):  # workers of pytest-xdist have it from their parent
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PYTHON_PATH, os.environ.get("PYTHONPATH")]))
     torch.set_num_threads(1)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: processes of tests inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)

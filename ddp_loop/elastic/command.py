@@ -69,7 +69,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
         try:
             config, entrypoint, words = config_from_args(options)
             tempfile.TemporaryDirectory(dir=options.log_dir).cleanup()  # torch makes one there when it has begun
-        except (AssertionError, RuntimeError, OSError) as error:  # torch's checks, and those of the folder
+        except (AssertionError, RuntimeError, OSError) as error:  # of torch's checks, or of the folder
             raise ValueError(f"{error}. Correct the option.") from None
         if not config.monitor_interval > 0:
             raise ValueError(f"--monitor-interval must be above 0 seconds. Got {config.monitor_interval}.")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_loop.checkpoint import Start, start_command, way_on, words_to_go_on
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -60,7 +60,7 @@ def test_torchrun_s_own_words_are_those_of_the_parent(tmp_path: Path) -> None:
     launcher.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], check=True)\n")
     words = ["--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", "the one.py"]
     variables = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    environment = {**os.environ, **variables, "PYTHONPATH": PYTHON_PATH}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
     environment.pop("DDP_LOOP_START", None)
     said = subprocess.run(
         [sys.executable, launcher, *words], env=environment, check=True, text=True, capture_output=True
@@ -134,7 +134,7 @@ for step in next(epochs):
 def test_a_loop_that_lives_until_python_ends_has_last_words(tmp_path: Path) -> None:
     """Python drops `sys.argv` before a name of the script at its end."""
     (tmp_path / "train.py").write_text(HOLDS_EPOCHS)
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("DDP_LOOP_START", None)
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, text=True, capture_output=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("E5")
 
@@ -50,7 +50,7 @@ def test_a_run_that_is_not_saved_whole_ends_with_another_code_and_says_what_is_m
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     ended = subprocess.run(
-        [sys.executable, "train.py", mode], cwd=tmp_path, env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        [sys.executable, "train.py", mode], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == code, ended.stderr

@@ -16,7 +16,7 @@ import torch
 import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, run_id_of, weights
 from ddp_loop.checkpoint.storage import Checkpoint
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 from tests.support.trained_runs import NAMES, State, Tied, flip_tensors, train_run
 
 pytestmark = pytest.mark.covers("J9")
@@ -55,7 +55,7 @@ def test_neither_a_process_group_nor_the_script_is_needed(run: Path, kept: list[
     lonely = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     done = subprocess.run(
         [sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=False,
-        cwd=run.parent, env={**lonely, "PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=run.parent, env={**lonely, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (f"{kept[1]['last.bias'].tolist()} cpu\n", "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from functools import partial
@@ -227,20 +228,31 @@ class Twice(nn.Module):
         return 2 * rows
 
 
+class Compiled:
+    """A function whose arguments Python does not know, as of those of C."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(torch.add)  # raises ValueError
+
+    def __call__(self, rows: torch.Tensor, draws: dl.Draws) -> torch.Tensor:
+        return rows + 4
+
+
 def shift(by: float, rows: torch.Tensor, draws: dl.Draws, more: float = 0.0) -> torch.Tensor:
     return rows + by + more
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [(partial(shift, 1.0), ROWS + 1), (Twice(), 2 * ROWS), (lambda *both: both[0] - 3, ROWS - 3)],
+    [
+        (partial(shift, 1.0), ROWS + 1),
+        (Twice(), 2 * ROWS),
+        (lambda *both: both[0] - 3, ROWS - 3),
+        (Compiled(), ROWS + 4),
+    ],
 )
 def test_a_transform_of_two_arguments_is_taken_whatever_it_is(change: Any, expected: torch.Tensor) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(ROWS, len(ROWS), world, transform=change, shuffle=False)
         assert torch.equal(dl.predict(nn.Identity(), batches), expected)
-
-
-def test_a_transform_whose_arguments_python_does_not_know_is_taken() -> None:
-    with dl.join_world() as world:
-        dl.Batches(ROWS, 8, world, transform=torch.Tensor.add_)  # type: ignore[arg-type]

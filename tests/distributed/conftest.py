@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 from tests.support.scripts import SCRIPT_S, StartPython
 
 
@@ -22,7 +22,7 @@ def start_python() -> Iterator[StartPython]:
         started.append(
             subprocess.Popen(
                 [sys.executable, *arguments],
-                env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

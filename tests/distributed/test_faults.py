@@ -10,7 +10,6 @@ import torch
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S
-from tests.support.paths import ROOT
 from tests.support.refusals import Caught, Refused, loop_over, loss_of, network, on_this_rank
 
 pytestmark = pytest.mark.covers("D10")
@@ -49,11 +48,8 @@ def test_an_exception_ends_all_also_where_sums_of_the_others_are_under_way(
 
 
 @pytest.mark.slow
-def test_an_exception_ends_all_also_where_the_first_optimizer_was_made_since_joining(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_ends_all_also_where_the_first_optimizer_was_made_since_joining(tmp_path: Path) -> None:
     # It imports torch._dynamo, which keeps references to the process group, and with them the connections.
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # without tests/support/start/sitecustomize.py
     first, second = dl.launch(fail_in_a_new_process, 2, str(tmp_path))
     assert (first.kind, second.kind) == ("PeerFailed", "LookupError")
     assert abs(first.took_s - second.took_s) < FAULT_S

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S, OnRanks, caught
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("C8")
 
@@ -195,7 +195,7 @@ with dl.join_world(device="cpu") as world:
 
 def test_a_handler_that_was_there_before_the_package_takes_its_lines(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OWN_HANDLER], cwd=tmp_path, env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        [sys.executable, "-c", OWN_HANDLER], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert (tmp_path / "own.log").read_text() == "a line\n"

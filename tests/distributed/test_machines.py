@@ -22,7 +22,7 @@ from ddp_loop.distributed import Pool
 from tests.faults.job import FINAL, SLOW, Job
 from tests.faults.kill_workers import make_job, rows_problem
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "H7", "J15")]
 
@@ -58,7 +58,7 @@ class Hosts:
         ]  # fmt: skip
         script = [str(ROOT / "tests/faults/job.py"), job.run, job.marks]
         options = [f"--epochs={job.epochs}", f"--timeout_s={job.timeout_s}"]
-        variables = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
         if ":" in nodes:
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in launch/elastic.sh, which explains it
         command = [sys.executable, "-m", *self.module, *launcher, *script, *options]

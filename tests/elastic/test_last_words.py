@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_loop.elastic import is_stopped, oom_kills, process_states
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -64,7 +64,7 @@ def ended(folder: Path, *words: str) -> tuple[int, list[str]]:
     (folder / "train.py").write_text(SCRIPT)
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+            [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL, stderr=said,
         )  # fmt: skip
         try:

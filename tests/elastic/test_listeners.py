@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from ddp_loop.elastic.rendezvous import CheckedBackend, listen_at, make_rendezvous
 from tests.support.harness import until
 from tests.support.listeners import Call, Port, attack, job_of, ports_of
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -52,7 +52,7 @@ def lab(tmp_path: Path) -> Path:
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     variables = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     return subprocess.Popen(
-        [sys.executable, *words], cwd=folder, env={**variables, "PYTHONPATH": PYTHON_PATH},
+        [sys.executable, *words], cwd=folder, env={**variables, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("J6")]
 
@@ -40,7 +40,7 @@ def test_it_trains_and_no_file_takes_a_streams_place(launcher: tuple[str, ...], 
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         ["sh", "-c", WITHOUT, sys.executable, *launcher, "train.py"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": PYTHON_PATH}, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0
     assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 def python(folder: Path, *words: str, error_file: Path | str = "") -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": PYTHON_PATH, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_ERROR_FILE": str(error_file)}
     if not error_file:
         del variables["TORCHELASTIC_ERROR_FILE"]
     return subprocess.run(

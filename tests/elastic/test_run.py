@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("J6")]
 
@@ -85,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where nohup started the tests, the run would ignore it
         try:
             process = subprocess.Popen(
-                [sys.executable, *words], cwd=tmp_path, env={**variables, "PYTHONPATH": PYTHON_PATH},
+                [sys.executable, *words], cwd=tmp_path, env={**variables, "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE, stderr=stderr, text=True,
             )  # fmt: skip
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.paths import EXAMPLES, PYTHON_PATH
+from tests.support.paths import EXAMPLES, ROOT
 
 CELL_S = 200
 
@@ -26,7 +26,7 @@ def execute(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_PLATFORM_DIRS": "1",
-        "PYTHONPATH": PYTHON_PATH,
+        "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "default",
     }.items():
         monkeypatch.setenv(name, value)

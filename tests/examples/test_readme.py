@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def test_the_example_trains_and_the_commands_take_its_run(tmp_path: Path) -> Non
     text = (ROOT / "README.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(example.replace("dl.Loop(batches, 20,", "dl.Loop(batches, 1,"))
-    variables = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def run(*words: str) -> str:
         command = [sys.executable, "-m", "ddp_loop", *words]

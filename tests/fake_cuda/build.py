@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 SOURCES = ("device.h", "device.cpp", "nccl.cpp", "preloaded.cpp")
 EXTENSION = "fake_cuda_extension"
 START = """import os
-import tests.support.start.sitecustomize  # which this file takes the place of
 if os.environ.get("FAKE_CUDA"):
     if os.environ["FAKE_CUDA_KIND"] == "npu":
         import tests.fake_cuda.npu

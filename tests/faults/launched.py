@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.faults.job import Job
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 
 _TAG = "DDP_LOOP_FAULTS_OF"
 _TRACKER = "multiprocessing.resource_tracker"  # one for each process that ever had workers, for as long as it lives
@@ -37,7 +37,7 @@ def hear_ctrl_c() -> None:
 
 def variables(tag: str) -> dict[str, str]:
     """The environment of a job's processes."""
-    return {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", _TAG: tag}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", _TAG: tag}
 
 
 def left_of(tag: str) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.harness import FAULT_S, until
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 START_S = 60.0  # two ranks that import torch take 5 s on two idle cores
 END_S = 60.0
@@ -96,7 +96,7 @@ def start(folder: Path, how: str) -> Job:
     folder.mkdir()
     script, said = folder / "train.py", folder / "said"
     script.write_text(SCRIPT)
-    variables = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with said.open("wb") as file:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script),

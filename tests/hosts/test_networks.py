@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hosts import DEVICE, NoHosts, address, ip, switched, torchrun, wired
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "J14")]
 LIMIT_S = 120.0
@@ -41,7 +41,7 @@ def check(names: list[str], *arguments: str, interface: str = DEVICE) -> tuple[l
         arguments: of `hosts`.
         interface: gloo's.
     """
-    variables = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
     started = [
         subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **variables}, text=True,

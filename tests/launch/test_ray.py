@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("J6")]
 
@@ -70,7 +70,7 @@ place = [0, 1, 2]
 
 def start(*words: str, folder: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-    variables |= {"PYTHONPATH": PYTHON_PATH, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    variables |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # the paths of Ray's sockets
         done = subprocess.run(
             [sys.executable, *words],
@@ -105,7 +105,7 @@ def test_tasks_of_ray_add_slots_to_a_sweep(tmp_path: Path) -> None:
     [driver] = [text for text in snippets if "ray.remote" in text]
     (tmp_path / "driver.py").write_text(driver)
     command = [sys.executable, "-m", "ddp_loop", "sweep", "sweep.toml", "--slots", "1"]
-    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as sweep:
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as sweep:
         try:
             begun = tmp_path / "begun-0"
             until(lambda: begun.exists() or sweep.poll() is not None, "the first trial has begun", RAY_S)
@@ -121,7 +121,7 @@ def test_a_missing_ray_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('No module named ray')")
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "ray_train.py"), "train.py"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{PYTHON_PATH}"},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=RAY_S,

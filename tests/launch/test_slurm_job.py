@@ -12,7 +12,7 @@ import pytest
 
 from ddp_loop.checkpoint import ask_to_stop
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 from tests.support.slurm import CORES, Slurm
 
 RANKS, WAIT_S = 2, 240.0
@@ -36,7 +36,7 @@ def submit(slurm: Slurm, folder: Path) -> str:
     """The digit example as a job of two ranks; returns its id."""
     own = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     options = ["--parsable", f"--cpus-per-task={RANKS}", f"--chdir={ROOT}", f"--output={folder}/job.log"]
-    export = f"--export=PATH={own},PYTHONPATH={PYTHON_PATH},HOME={os.environ.get('HOME', folder)},OMP_NUM_THREADS=1"
+    export = f"--export=PATH={own},PYTHONPATH={ROOT},HOME={os.environ.get('HOME', folder)},OMP_NUM_THREADS=1"
     command = ["sbatch", *options, export, str(ROOT / "launch/slurm.sbatch"), *DIGITS, f"--run-dir={folder}/run"]
     return slurm.run(*command, folder=folder).strip()
 

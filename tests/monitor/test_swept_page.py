@@ -16,14 +16,14 @@ import pytest
 
 from tests.support.browsing import NEEDS_BROWSER
 from tests.support.harness import TASK_S, until
-from tests.support.paths import PYTHON_PATH, ROOT
 from tests.support.trials import MARK, all_ended, marked, newest_checkpoint, trial, updates
 
 pytestmark = NEEDS_BROWSER
+REPOSITORY = Path(__file__).parents[2]
 LONG = 1_000_000  # updates: to be stopped
 START_S = 2 * TASK_S  # processes that import torch on a busy machine
 SWEEP = f"""
-function = "{ROOT}/tests/support/trials.py:train"
+function = "{REPOSITORY}/tests/support/trials.py:train"
 folder = "s"
 points = [
     {{rate = 0.1, steps = 6, fault = "raises", save_every = 2}},
@@ -39,7 +39,7 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A sweep of a trial that raises and of three long ones, on two slots."""
     (tmp_path / "sweep.toml").write_text(SWEEP)
     mark = uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ddp_loop", "sweep", str(tmp_path / "sweep.toml"), "--slots", "2"]
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=output, stderr=output)

@@ -18,7 +18,7 @@ from ddp_loop.reporting.rows import RowMeta
 from ddp_loop.reporting.terminal import ProgressView, Terminal
 from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.harness import OnRanks
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 
 LENGTH = TrainingLength(epochs=2, steps_per_epoch=20, ranks=2)
 
@@ -95,7 +95,7 @@ def test_without_a_notebook_nothing_is_imported_and_lines_are_printed() -> None:
         "import sys, ddp_loop; from ddp_loop.reporting.notebook_display import open_notebook; "
         "assert open_notebook() is None and not {'IPython', 'ipykernel'} & set(sys.modules)"
     )
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop(cells.CELL, None)
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdin=subprocess.DEVNULL)
     assert open_notebook() is None

@@ -29,7 +29,7 @@ from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.terminal import LossCurve, ProgressView, Terminal, flowed, open_display, sparkline
 from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.harness import until
-from tests.support.paths import PYTHON_PATH
+from tests.support.paths import ROOT
 from tests.support.terminals import END_S, read_until, screen_of
 
 
@@ -112,7 +112,7 @@ def test_a_terminal_shows_the_run_below_its_lines_and_ctrl_c_stops_it_and_says_s
     with screen_of(80) as (near, far):
         script = tmp_path / "train.py"
         script.write_text(TRAIN)
-        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": PYTHON_PATH, "COLUMNS": "80"}
+        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
         process = subprocess.Popen(
             [sys.executable, str(script), str(tmp_path / "run")],
             cwd=tmp_path, env=environment, start_new_session=True, stdin=far, stdout=far, stderr=far,

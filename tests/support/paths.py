@@ -8,4 +8,3 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"
 TESTS = ROOT / "tests"
-PYTHON_PATH = f"{TESTS / 'support' / 'start'}:{ROOT}"  # of processes, see tests/support/start/sitecustomize.py

@@ -20,7 +20,7 @@ import ddp_loop as dl
 from ddp_loop.reporting import trial_folder
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import MOMENT_S, until
-from tests.support.paths import PYTHON_PATH, ROOT
+from tests.support.paths import ROOT
 from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
 
 RATES, STEPS, EVERY = [0.1, 0.05, 0.02, 0.01, 0.005], 60, 7
@@ -36,7 +36,7 @@ class Started:
     mark: str
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "ddp_loop", "sweep", *words, "--slots", "2"]
         with (self.folder.parent / "output").open("ab") as output:
             return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output)
