@@ -6,8 +6,10 @@ limit. All ranks come to the same verdict, so all have the same exit code; rank 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -181,6 +183,16 @@ def _sees(path: Path) -> bool:
     return False
 
 
+def _amount(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more (got {text})")
+    return number
+
+
 def add_hosts(add: Callable[..., Any], say: Callable[[str], None]) -> None:
     """Add the command to a parser.
 
@@ -208,8 +220,8 @@ def add_hosts(add: Callable[..., Any], say: Callable[[str], None]) -> None:
     command.add_argument("--data", type=Path, metavar="PATH", help="a file or folder that must be equal on all hosts")
     command.add_argument("--script", type=Path, metavar="SCRIPT", help="likewise, the script of the run")
     text = "of a link between hosts, at least (default: %(default)s)"
-    command.add_argument("--min-gbit-s", type=float, default=usual.gbit_s, metavar="G", help=text)
+    command.add_argument("--min-gbit-s", type=_amount, default=usual.gbit_s, metavar="G", help=text)
     text = "of a link between hosts, at most (default: %(default)s)"
-    command.add_argument("--max-round-trip-ms", type=float, default=usual.round_trip_ms, metavar="MS", help=text)
+    command.add_argument("--max-round-trip-ms", type=_amount, default=usual.round_trip_ms, metavar="MS", help=text)
     text = "seconds for all ranks to come (default: %(default)s)"
-    command.add_argument("--timeout-s", type=float, default=60.0, metavar="S", help=text)
+    command.add_argument("--timeout-s", type=_amount, default=60.0, metavar="S", help=text)
