@@ -74,19 +74,12 @@ def _compile(compiler: str, folder: Path) -> None:
     flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     libraries = Path(torch.__file__).parent / "lib"
     extension = folder / f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    objects = [str(folder / f"{name}.o") for name in ("device", "nccl")]
-    running = [
-        subprocess.Popen([compiler, *flags, "-c", str(HERE / f"{name}.cpp"), "-o", one], stderr=subprocess.PIPE)
-        for name, one in zip(("device", "nccl"), objects, strict=True)
-    ]
-    ended = [(process.communicate()[1].decode(), process.returncode) for process in running]  # all, before an error
-    for said, code in ended:
-        _require(code == 0, said)
-    linked = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    preloaded = [str(HERE / "preloaded.cpp"), "-o", str(folder / "preloaded.so"), "-ldl"]
+    # As one file: most of the minute goes into torch's headers.
+    sources = ["-include", str(HERE / "device.cpp"), str(HERE / "nccl.cpp")]
+    linked = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     for command in (
-        ["-shared", "-o", str(extension), *objects, f"-L{libraries}", f"-Wl,-rpath,{libraries}", *linked],
-        ["-shared", "-fPIC", "-std=c++17", "-O1", *preloaded],
+        ["-shared", *flags, *sources, "-o", str(extension), *linked],
+        ["-shared", *flags, str(HERE / "preloaded.cpp"), "-o", str(folder / "preloaded.so"), "-ldl"],
     ):
         done = subprocess.run([compiler, *command], stderr=subprocess.PIPE, text=True, check=False)
         _require(done.returncode == 0, done.stderr)
