@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -142,26 +141,42 @@ def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: 
     assert parsed.master_port == (29600 if "--master-port=29600" in options else 29500)
 
 
-def run(script: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(script: Path, text: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     script.write_text(f"import sys\n{text}\n")
-    return subprocess.run(
-        [sys.executable, "-m", "ddp_loop", "run", *words], capture_output=True, text=True, check=False
-    )
+    return main(["run", *words])
 
 
-@pytest.mark.slow
-def test_a_run_ends_with_code_0_also_where_the_script_has_ranks_of_its_own(tmp_path: Path) -> None:
+def test_a_run_ends_with_code_0_also_where_the_script_has_ranks_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Quick, so that `make matrix` tries it too: each version of torch calls the agent in its own way."""
     script = tmp_path / "train.py"
-    made = run(script, "sys.stdout.write('made\\n')", "--ranks=2", str(script), "--ranks", "3")
-    assert (made.returncode, made.stdout.split(), made.stderr) == (0, ["made", "made"], "")
+    words = "--ranks=2", str(script), "--ranks", "3"
+    assert run(script, "sys.stdout.write('made\\n')", *words, monkeypatch=monkeypatch) == 0
+    printed, said = capfd.readouterr()
+    assert (printed.split(), said) == (["made", "made"], "")
 
 
-@pytest.mark.slow
-def test_ranks_after_a_script_that_failed_are_named(tmp_path: Path) -> None:
-    made = run(tmp_path / "train.py", "sys.exit(1)", str(tmp_path / "train.py"), "--ranks", "2")
-    assert made.returncode == 1
-    assert "--ranks is an option of run" in made.stderr
+def test_ranks_after_a_script_that_failed_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    assert run(script, "sys.exit(1)", str(script), "--ranks", "2", monkeypatch=monkeypatch) == 1
+    assert "--ranks is an option of run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "given", "counted"), [("2", None, "1"), ("1", None, "all"), ("2", "3", "3")])
+def test_threads_are_as_the_user_has_set_them_or_else_one_of_several_ranks(
+    ranks: str, given: str | None, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    writes = f"echo ${{OMP_NUM_THREADS:-all}} > '{tmp_path}/'$RANK"
+    assert main(["run", "--ranks", ranks, "--no-python", "sh", "-c", writes]) == 0
+    assert [path.read_text().strip() for path in tmp_path.iterdir()] == [counted] * int(ranks)
 
 
 def test_an_agent_whose_shutdown_takes_no_timeout_ends(monkeypatch: pytest.MonkeyPatch) -> None:
