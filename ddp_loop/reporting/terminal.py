@@ -317,16 +317,17 @@ class Terminal:
 
     def _show(self, *, last: bool = False) -> None:
         """Draw the newest view; a terminal that was closed gets no further one."""
-        if self._display is None:
-            return
-        try:
-            if self._progress.last is not None:
-                self._display.draw(self._progress.newest)
-                self._drawn = time.monotonic()
-            if last:
-                self._display.close()
-        except OSError:
-            self._display = None
+        with _drawing:
+            if self._display is None:
+                return
+            try:
+                if self._progress.last is not None:
+                    self._display.draw(self._progress.newest)
+                    self._drawn = time.monotonic()
+                if last:
+                    self._display.close()
+            except OSError:
+                self._display = None
 
     def close(self, last_words: str | None = None) -> None:
         """Show the last view and a last message."""
@@ -338,7 +339,7 @@ class Terminal:
             self._say(last_words)
 
 
-_drawing = threading.RLock()  # held by a thread that draws, and by the main thread while it forks
+_drawing = threading.RLock()  # held by the thread that draws, so that one begins a display, and by the one that forks
 
 
 @cache  # once in a process

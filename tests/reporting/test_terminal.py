@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -331,6 +332,34 @@ def test_the_display_is_drawn_again_although_no_step_ends() -> None:
     rows.close()
     assert {view.iteration for view in shown} <= set(range(1, 5))
     assert all(earlier.elapsed_s < later.elapsed_s for earlier, later in pairwise(shown))
+
+
+class Alone(Looked):
+    """Notes whether another thread could draw while this one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[bool] = []
+
+    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
+        super().draw(newest)
+        with ThreadPoolExecutor(1) as another:
+            self.others.append(another.submit(terminal._drawing.acquire, blocking=False).result())
+
+    def close(self) -> None:
+        self.draw(lambda: None)
+
+
+def test_one_thread_draws_at_a_time_so_that_a_display_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first view may be due in the main thread and in the display's own at once: a notebook then showed two."""
+    display = Alone()
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: display.now))
+    shown = Terminal(print, TrainingLength(), display.now, display)
+    display.now += 1.0
+    shown.take(RowMeta(1, 1, 4, 1.0, False), {"loss": 1.0})
+    shown.refresh()
+    shown.close()
+    assert display.others == [False] * 3
 
 
 def test_without_a_terminal_or_rich_there_is_no_display(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
