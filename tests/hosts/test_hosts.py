@@ -141,9 +141,7 @@ def test_the_command_checks_one_rank_alone(
 
 @pytest.mark.parametrize("option", ["--min-gbit-s", "--max-round-trip-ms", "--timeout-s"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "fast"])
-def test_a_bound_that_nothing_can_break_is_refused(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bound_that_nothing_can_break_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["hosts", f"{option}={value}"])
     assert f"argument {option}: must be a number, 0 or more (got {value})" in capsys.readouterr().err

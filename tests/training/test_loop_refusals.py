@@ -197,9 +197,17 @@ def test_a_loop_that_one_rank_alone_cannot_make_is_refused_on_all(how: str, refu
     refused(2, make_wrongly, how, 1, kind="ValueError|TypeError", said=REFUSED[how][1], by=1)
 
 
-@pytest.mark.slow  # the first import of these parts of torch takes seconds
+def imported() -> None:
+    """The parts of torch that the next test needs: these take seconds, in which another rank could fail first."""
+    import torch.distributed.device_mesh
+    import torch.distributed.optim
+    import torch.distributed.tensor  # noqa: F401
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DIVIDED)
-def test_optimizers_that_are_divided_over_the_ranks_are_refused(how: str, refused: Refused) -> None:
+def test_optimizers_that_are_divided_over_the_ranks_are_refused(how: str, refused: Refused, on_ranks: OnRanks) -> None:
+    on_ranks(2, imported)
     refused(2, make_wrongly, how, ALL, kind="ValueError", said=DIVIDED[how][1], by=ALL)
 
 
