@@ -488,11 +488,16 @@ def _best(options: argparse.Namespace) -> bool:
     return best_run(options.folder, _say, by=options.by, highest=options.highest)
 
 
+def _check_script(script: Path, error: type[Exception]) -> None:
+    if not script.is_file():
+        what = "is a folder" if script.is_dir() else "does not exist"
+        raise error(f"SCRIPT must be a Python file. {script} {what}. Check its path.")
+
+
 def _verify(options: argparse.Namespace) -> bool:
     from ddp_loop.tracing import CannotVerify, VerifyJob, verify
 
-    if not options.script.is_file():
-        raise CannotVerify(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
+    _check_script(options.script, CannotVerify)
     _say(f"{options.script} {TO_ITS_END}")
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
     return verify(job, options.ranks, _say)
@@ -502,8 +507,7 @@ def _profile(options: argparse.Namespace) -> bool:
     from ddp_loop.accelerators import gpu_count
     from ddp_loop.profiling import CannotProfile, profile
 
-    if not options.script.is_file():
-        raise CannotProfile(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
+    _check_script(options.script, CannotProfile)
     ranks = options.ranks or gpu_count() or 2
     _say(f"{options.script} {TO_ITS_END}")
     profile(options.script, ranks, options.arguments, _say, steps=options.steps, traces=options.trace)

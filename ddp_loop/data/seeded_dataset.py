@@ -104,6 +104,8 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         ) from error
     except Exception as error:
         remedy = "Pass a collate_fn that pads samples of unequal sizes."
+        if isinstance(error, TypeError) and name == "default_collate":  # None, an image of PIL, an object
+            remedy = "Let each sample have tensors, arrays or numbers, or pass a collate_fn that makes them."
         if not samples:
             remedy = "A rank without samples needs data without rows. Pass a collate_fn that makes them from []."
         error.add_note(f"while {name} combined the {len(samples)} samples of a shard. {remedy}")

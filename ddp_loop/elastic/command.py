@@ -73,6 +73,10 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
             raise ValueError(f"{error}. Correct the option.") from None
         if not config.monitor_interval > 0:
             raise ValueError(f"--monitor-interval must be above 0 seconds. Got {config.monitor_interval}.")
+        if config.rdzv_backend == "static" and not 0 <= options.node_rank < config.max_nodes:
+            raise ValueError(
+                f"--node-rank must be from 0 to {config.max_nodes - 1}, below --nnodes. Got {options.node_rank}."
+            )
         if not options.no_python and not options.run_path:
             words = ["-u", "-m", "ddp_loop.elastic", *words[1:]]  # words[0] is "-u"; see elastic/rank.py
         code = run_agent(config, entrypoint, words)
@@ -157,8 +161,12 @@ def _check_script(options: argparse.Namespace) -> None:
     if options.module:
         if importlib.util.find_spec(script.partition(".")[0]) is None:
             raise ValueError(f"There must be a module {script}. None is found. Check its name and PYTHONPATH.")
-    elif not options.no_python and not Path(script).exists():
-        raise ValueError(f"SCRIPT must be a Python file. {script} does not exist. Check its path.")
+    elif not options.no_python:
+        path = Path(script)
+        if not path.exists():
+            raise ValueError(f"SCRIPT must be a Python file. {script} does not exist. Check its path.")
+        if path.is_dir() and not (path / "__main__.py").exists():
+            raise ValueError(f"SCRIPT must be a Python file. {script} is a folder without __main__.py. Name its file.")
 
 
 def _ranks_of(given: str | None) -> str:

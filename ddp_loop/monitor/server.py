@@ -59,9 +59,11 @@ def listen(host: str = HERE, port: int = 0) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
     except (OSError, OverflowError) as error:
-        raise MonitorUnavailable(
-            f"Port {port} of {host} cannot be used ({error}). Leave out --port to use a free one."
-        ) from error
+        remedy = "Leave out --port to use a free one."
+        what = f"Port {port} of {host}"
+        if not port or isinstance(error, socket.gaierror):
+            what, remedy = host, "Pass an address of this machine as --host, or leave it out."
+        raise MonitorUnavailable(f"{what} cannot be used ({error}). {remedy}") from error
 
 
 def is_here(host: str) -> bool:
@@ -166,9 +168,12 @@ def serve(
 
     Raises:
         ImportError: starlette or uvicorn is missing.
-        MonitorUnavailable: the address cannot be used.
+        MonitorUnavailable: the address cannot be used, or a run is a file.
     """
     check_installed()
+    for run in runs:
+        if run.is_file():
+            raise MonitorUnavailable(f"FOLDER must be a run folder, or one with runs below it. {run} is a file.")
     signal.signal(signal.SIGTERM, _leave)
     with listen(host, port) as listening, tempfile.TemporaryDirectory(prefix="ddp_loop-demo-") as folder:
         number = listening.getsockname()[1]

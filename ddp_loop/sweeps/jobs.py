@@ -120,7 +120,8 @@ class ScriptJob:
 
     def check(self, names: Sequence[str]) -> None:
         if not self.script.is_file():
-            raise ValueError(f"The script must be a Python file. {self.script} does not exist. Check its path.")
+            what = "is a folder" if self.script.is_dir() else "does not exist"
+            raise ValueError(f"The script must be a Python file. {self.script} {what}. Check its path.")
         for option in map(self._option, (*names, RUN_DIR) if self._options else ()):
             if option not in self._options:
                 raise ValueError(f"{self.script.name} has no option {option}. {_named(option, self._options)}")

@@ -156,10 +156,10 @@ def enabled_scalers(state: Mapping[str, object]) -> list[GradScaler]:
 def check_trainable(parameters: Mapping[str, nn.Parameter], state: Mapping[str, object]) -> None:
     """Raise ValueError unless a parameter of the state wants a gradient."""
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError(
-            f"state must hold a module or an optimizer with parameters to train. Got {sorted(state)} without any. Pass "
-            "state=dict(model=model, optimizer=optimizer)."
-        )
+        got = f"Got {sorted(state)} without any. Pass state=dict(model=model, optimizer=optimizer)."
+        if parameters:
+            got = f"All {len(parameters)} of {sorted(state)} have requires_grad=False. Set it to True for some."
+        raise ValueError(f"state must hold a module or an optimizer with parameters to train. {got}")
 
 
 def check_tables(modules: Mapping[str, nn.Module]) -> None:

@@ -292,6 +292,23 @@ class RaggedStream(IterableDataset[torch.Tensor]):
         return (Ragged()[index] for index in range(12))
 
 
+class Holes(Dataset[Any]):
+    """Its samples are of no kind that torch can stack."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, None]:
+        return torch.ones(3), None
+
+
+@pytest.mark.covers("D10")
+def test_samples_of_a_kind_that_cannot_be_stacked_are_refused_with_their_remedy(refused: Refused) -> None:
+    results = refused(1, read_all, Holes(), 6, 0, kind="TypeError", said="found <class 'NoneType'>")
+    assert "Let each sample have tensors, arrays or numbers, or pass a collate_fn" in results[0].text
+    assert "unequal sizes" not in results[0].text
+
+
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("data", [Ragged(), RaggedStream()], ids=["a data set", "a stream"])
 def test_samples_of_unequal_sizes_are_refused_with_the_remedy(data: Any, refused: Refused) -> None:

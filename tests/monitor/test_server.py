@@ -97,6 +97,16 @@ def test_the_page_listens_on_this_machine_only_unless_asked_otherwise() -> None:
             monitor.listen(port=listening.getsockname()[1])
 
 
+def test_an_address_of_no_machine_and_a_file_in_place_of_a_folder_are_refused_with_their_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["monitor", "--demo", "--host", "192.0.2.1"]) == 2  # of documentation: no machine has it
+    assert "192.0.2.1 cannot be used" in (said := capsys.readouterr().err)
+    assert "Pass an address of this machine as --host" in said
+    assert main(["monitor", __file__]) == 2
+    assert f"one with runs below it. {__file__} is a file." in capsys.readouterr().err
+
+
 def test_without_its_libraries_the_error_names_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

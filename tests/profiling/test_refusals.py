@@ -26,6 +26,7 @@ pytestmark = pytest.mark.covers("J11")
     ("arguments", "said"),
     [
         (["profile", "nowhere.py"], "nowhere.py does not exist"),
+        (["profile", "."], ". is a folder. Check its path."),
         (["profile", "x.py", "--steps", "0"], "a whole number, 1 or more (got 0)"),
         (["profile", "x.py", "--ranks", "two"], "a whole number, 1 or more (got two)"),
         (["profile"], "the following arguments are required: SCRIPT"),

@@ -153,6 +153,7 @@ def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (script | {"smapler": "tpe"}, "unknown key 'smapler'. Did you mean 'sampler'?"),
         (script | {"space": {"rat": [1]}}, "job.py has no option --rat. Did you mean '--rate'?"),
         (script | {"script": "no.py"}, "does not exist"),
+        (script | {"script": "."}, "is a folder"),
         (script | {"function": "job.py:train"}, "either script"),
         (script | {"arguments": "--steps 3"}, "sweep.toml has '--steps 3'"),
         (script | {"arguments": "--steps 3"}, "arguments must be a list of texts"),

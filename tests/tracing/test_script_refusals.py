@@ -84,6 +84,7 @@ def test_a_script_gets_its_arguments_and_is_stopped_early(pool: Pool, tmp_path: 
     ("arguments", "said"),
     [
         ("verify nowhere.py", "nowhere.py does not exist"),
+        ("verify .", ". is a folder. Check its path."),
         ("verify x.py --ranks 2", "two or more different numbers of ranks"),
         ("verify x.py --ranks 1,two", "two or more different numbers of ranks"),
         ("verify x.py --steps 0", "a whole number, 1 or more"),

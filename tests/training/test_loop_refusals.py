@@ -94,6 +94,7 @@ WHOLE = "must be a whole number, 1 or more. Got "
 SIZE = "bucket_cap_mib must be a size in MiB, more than 0"
 NO_RULE = r"to one of .* Got 'memory': 'sum'. The buffers are \[\]"
 NOT_TRAINED = "state must hold a module or an optimizer with parameters to train"
+FROZEN = rf"{NOT_TRAINED}. All \d of \['model'\] have requires_grad=False. Set it to True for some"
 REDUCED = "reduce_dtype must be torch.float32, torch.float64 or None"
 NO_NAME = "Each module and optimizer in state needs a name of its own. 'other 0' is a"
 ENDLESS: list[object] = []
@@ -127,7 +128,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "an empty state": (over_state(lambda world: {}), NOT_TRAINED),
     "nothing to train": (over(nn.Tanh), r"Got \['model'\] without any"),
-    "a frozen model": (over(lambda: network().requires_grad_(False)), NOT_TRAINED),
+    "a frozen model": (over(lambda: network().requires_grad_(False)), FROZEN),
     "a lazy model": (over(lambda: nn.LazyLinear(2)), "needs a shape before the Loop is made. model.weight has none"),
     "lazy statistics": (over(lambda: nn.Sequential(network(), nn.LazyBatchNorm1d(affine=False))), r"model\.1\.\w+ has"),
     "a buffer's two rules": (
