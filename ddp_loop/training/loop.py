@@ -13,7 +13,7 @@ import torch
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.determinism import as_int, seed_epoch, streams
+from ddp_loop.determinism import LOOP, as_int, seed_epoch, stream_key, streams
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
@@ -77,6 +77,7 @@ class Loop:
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
+        seed: of the random streams of shards and steps: the world's in a script's first Loop, and another in each one.
         batches, world: as given, and their world. `len(loop)` counts the whole run's steps, `len(loop.batches)` an
             epoch's.
         log, log_text, log_image, log_table: log values of the current step; see `RunRecorder`.
@@ -118,6 +119,7 @@ class Loop:
     ) -> None:
         self.batches = check_batches(batches)
         self.world = batches.world
+        stage = self.world.stage
         epochs, steps = map(as_int, (epochs, steps))
         watched = trace_request_of(batches)
         most_steps = steps if watched is None else min(watched.steps, steps or watched.steps)
@@ -147,7 +149,7 @@ class Loop:
             same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
             same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor, watched=watched)
-            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
+            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show, stage)
 
     def _make_recorder(
         self, state: dict[str, object], checks: StepChecks, policy: CheckpointPolicy, folder: Path | None
@@ -176,6 +178,7 @@ class Loop:
         same: Mapping[str, object],
         restore: Callable[[], dict[str, int] | None],
         open_rows: Callable[[], None],
+        stage: str,
     ) -> None:
         """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         try:
@@ -185,6 +188,7 @@ class Loop:
             self.world.require_equal("Loop", {**same, "names of state": sorted(self._job.state)})
             self._job.make_equal()
             before = streams(self.world.device)
+            self._take_loop(self.world.number_loop(stage))
             position = restore()
             if position is not None:
                 self._job.keep_streams(before)
@@ -196,12 +200,22 @@ class Loop:
             self._leave()
             raise
 
+    def _take_loop(self, number: int) -> None:
+        """Take the random streams of a loop with this number."""
+        self._where.loop = number
+        self._job.seed = stream_key(self.world.seed, LOOP, number) if number else self.world.seed
+
     # -- the steps -----------------------------------------------------------------------------------------
 
     @property
     def fold(self) -> Fold:
         """Reduces this loop's steps over the ranks; a new one after parameters are replaced."""
         return self._job.fold
+
+    @property
+    def seed(self) -> int:
+        """Of the random streams of shards and steps."""
+        return self._job.seed
 
     @property
     def iteration(self) -> int:
@@ -282,7 +296,7 @@ class Loop:
                     again = False
                     number = where.epochs + 1
                     if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
-                        seed_epoch(self.world.seed, number, self.world.device)
+                        seed_epoch(self.seed, number, self.world.device)
                     yield Epoch(number, self._steps_of, self.batches)
                     if self._begun or not (self._is_over or where.epochs == number):
                         raise where.out_of_turn(self._begun, is_over=self._is_over)
@@ -428,6 +442,7 @@ class Loop:
         self.world.raise_if_any_failed(self._where.problem_of(state, has_begun=has_begun))
         self.world.require_equal("the position to resume from", dict(state))
         self._where.resume_from(state)
+        self._take_loop(self._where.loop)
 
     def close(self) -> None:
         """Hand on the last rows, close the run's files and remove all hooks from the model."""
