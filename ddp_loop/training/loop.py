@@ -119,7 +119,6 @@ class Loop:
     ) -> None:
         self.batches = check_batches(batches)
         self.world = batches.world
-        stage = self.world.stage
         epochs, steps = map(as_int, (epochs, steps))
         watched = trace_request_of(batches)
         most_steps = steps if watched is None else min(watched.steps, steps or watched.steps)
@@ -149,13 +148,14 @@ class Loop:
             same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
             same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor, watched=watched)
-            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show, stage)
+            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
     def _make_recorder(
         self, state: dict[str, object], checks: StepChecks, policy: CheckpointPolicy, folder: Path | None
     ) -> RunRecorder:
         """Make the recorder, which keeps the position of these checks and of the data in checkpoints."""
         self._begun: str | None = None  # where it is in its epochs, or was left
+        self._made_in = self.world.stage
         self._is_iterated = False  # whether an iterator of it goes on
         self._release: Callable[[], None] = lambda: None  # later its job's hooks
         checkpointer = None
@@ -178,7 +178,6 @@ class Loop:
         same: Mapping[str, object],
         restore: Callable[[], dict[str, int] | None],
         open_rows: Callable[[], None],
-        stage: str,
     ) -> None:
         """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         try:
@@ -188,7 +187,7 @@ class Loop:
             self.world.require_equal("Loop", {**same, "names of state": sorted(self._job.state)})
             self._job.make_equal()
             before = streams(self.world.device)
-            self._take_loop(self.world.number_loop(stage))
+            self._take_loop(self.world.number_loop(self._made_in))
             position = restore()
             if position is not None:
                 self._job.keep_streams(before)
