@@ -28,6 +28,8 @@ Named = Mapping[str, Any] | None
 _SUM = "a dl.Sum"
 _FORWARD = "If the model returns anything else, pass forward=lambda model, data: ... that returns such a tensor."
 _OF_ENTROPY = ("reduction", "ignore_index", "weight", "label_smoothing")
+_LINEAR_ENTROPY = "LinearCrossEntropyLoss"  # has the last layer in it, in newer versions of torch
+_ENTROPIES = {nn.CrossEntropyLoss, nn.NLLLoss, nn.NLLLoss2d, getattr(nn, _LINEAR_ENTROPY, nn.CrossEntropyLoss)}
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
@@ -281,7 +283,8 @@ def _value_of(name: str, function: Metric, output: Any, others: tuple[Any, ...],
             _refuse_missing([output, *others], samples)
         return value
     labels = others[0].long()
-    ignored = options.get("ignore_index", -100)
+    ignored = options.get("ignore_index")
+    ignored = -100 if ignored is None else ignored
     counts = labels != ignored
     if (class_weights := options.get("weight")) is not None:
         counts = class_weights[labels.where(counts, 0)] * counts
@@ -289,8 +292,16 @@ def _value_of(name: str, function: Metric, output: Any, others: tuple[Any, ...],
     if class_weights is not None and (smoothing := options.get("label_smoothing", 0.0)):
         # Its part for the other classes counts for a label of weight 0 too.
         summed: dict[str, Any] = {"ignore_index": ignored, "reduction": "sum", "label_smoothing": smoothing}
-        return Sum(cross_entropy(output, labels, class_weights, **summed), over=divisor)
+        return Sum(cross_entropy(_logits_of(function, output), labels, class_weights, **summed), over=divisor)
     return Sum((value * divisor).where(divisor > 0, 0.0), over=divisor)
+
+
+def _logits_of(entropy: Any, output: torch.Tensor) -> torch.Tensor:
+    """A cross-entropy's logits, of which the last layer may be in it: (n, classes, ...)."""
+    if type(entropy).__name__ != _LINEAR_ENTROPY:
+        return output
+    logits: torch.Tensor = entropy.linear(output)
+    return logits.view(len(output), entropy.num_classes, *entropy.out_features)
 
 
 def _reduction_of(function: Metric) -> tuple[str, Mapping[str, Any] | None]:
@@ -304,7 +315,7 @@ def _reduction_of(function: Metric) -> tuple[str, Mapping[str, Any] | None]:
         options = {name: getattr(function, name) for name in _OF_ENTROPY if hasattr(function, name)}
         is_torchs = kind.__module__ == nn.CrossEntropyLoss.__module__  # a class of the user's may divide otherwise
         is_functional = function is cross_entropy or function is nll_loss
-        is_entropy = is_functional or kind is nn.CrossEntropyLoss or kind is nn.NLLLoss
+        is_entropy = is_functional or kind in _ENTROPIES
     return _reduction_in(options) if is_torchs else "mean", options if is_entropy else None
 
 

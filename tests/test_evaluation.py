@@ -194,6 +194,26 @@ def test_the_old_arguments_of_torchs_losses_mean_what_torch_takes_them_for() -> 
         assert found["loss"] == pytest.approx(expected.item(), rel=1e-12)
 
 
+def with_a_last_layer(**options: Any) -> nn.Module:
+    torch.manual_seed(2)
+    return cast(nn.Module, nn.LinearCrossEntropyLoss(10, 10, bias=True, dtype=torch.float64, **options))
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch has no such loss")
+def test_a_cross_entropy_with_the_last_layer_in_it_counts_its_labels_too() -> None:
+    smoothed = {"weight": CLASS_WEIGHTS.where(torch.arange(10) != 3, 0.0), "label_smoothing": 0.3}
+    for what, criterion in (
+        ("ignored", with_a_last_layer()),
+        ("3 is ignored", with_a_last_layer(ignore_index=3)),
+        ("class weights", with_a_last_layer(weight=CLASS_WEIGHTS)),
+        ("smoothed class weights", with_a_last_layer(**smoothed)),
+        ("a sum", with_a_last_layer(reduction="sum")),
+    ):
+        with dl.join_world() as world:
+            found = dl.evaluate(nn.Identity(), dl.Batches(labelled(what), 48, world, shuffle=False), loss=criterion)
+        assert found["loss"] == pytest.approx(criterion(*labelled(what)).item(), rel=1e-12), what
+
+
 def test_a_criterion_of_the_script_s_own_is_a_mean_over_samples() -> None:
     criterion = OverSamples(weight=CLASS_WEIGHTS)
     with dl.join_world() as world:

@@ -22,6 +22,7 @@ class LoopPosition:
         at: number of mini-batches begun in the current epoch.
         resumed_at: the iteration at which this process began.
         is_folded: whether the current step is folded.
+        loop: the number of its random streams, 0 for a script's first loop.
     """
 
     def __init__(self, batches: Batches, epochs: int | None, steps: int | None) -> None:
@@ -30,6 +31,7 @@ class LoopPosition:
         self._most_epochs, self.most_steps = (one if isinstance(one, int) else None for one in (epochs, steps))
         self.iteration = self.epochs = self.at = self.resumed_at = 0
         self.is_folded = True
+        self.loop = 0
 
     @property
     def extent(self) -> dict[str, int | None]:
@@ -95,12 +97,14 @@ class LoopPosition:
     def state_dict(self) -> dict[str, int]:
         """The position after the last folded step, as plain numbers."""
         open_one = 0 if self.is_folded else 1
-        return {"iteration": self.iteration - open_one, "epoch": self.epochs, "position": self.at - open_one}
+        found = {"iteration": self.iteration - open_one, "epoch": self.epochs, "position": self.at - open_one}
+        return found | ({"loop": self.loop} if self.loop else {})
 
     def resume_from(self, state: Mapping[str, int]) -> None:
         """Take the position of another loop over the same batches."""
         self.iteration, self.epochs, self.at = (state[name] for name in _NAMES)
         self.resumed_at = self.iteration
+        self.loop = state.get("loop", 0)
 
     def problem_of(self, state: Mapping[str, int], *, has_begun: bool) -> Exception | None:
         """Why a loop, which may have begun, cannot resume at `state`; None if it can."""
@@ -108,7 +112,7 @@ class LoopPosition:
             return RuntimeError(
                 "A Loop's position must be loaded before its first step. This one has begun. Create a new Loop."
             )
-        if set(state) != set(_NAMES):
+        if set(state) - {"loop"} != set(_NAMES):
             return ValueError(
                 "The state of a Loop has iteration, epoch and position, as its state_dict() returns. Got "
                 f"{sorted(state)}. Pass that dict."

@@ -31,7 +31,7 @@ _PYTHON = random.seed.__self__  # type: ignore[attr-defined]
 _SEED_PYTHON = super(random.Random, _PYTHON).seed  # of an int, `random.seed` without its work for other types
 
 # The purposes of streams; two purposes never share a key.
-ORDER, SHARD, STEP, SAMPLE, DRAWS, TRANSFORM, COLLATE, EVALUATION, EPOCH = range(1, 10)
+ORDER, SHARD, STEP, SAMPLE, DRAWS, TRANSFORM, COLLATE, EVALUATION, EPOCH, LOOP = range(1, 11)
 
 
 def stream_key(*words: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of, check_in_waits
-from ddp_loop.determinism import EVALUATION, seed_everything, stream_key
+from ddp_loop.determinism import EVALUATION, LOOP, seed_everything, stream_key
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
@@ -117,6 +117,7 @@ class World:
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
         self._evaluations: dict[tuple[int, int], int] = {}  # how many outside of steps, and in the current one
+        self._loops_made: tuple[int, dict[tuple[int, int], int]] = 0, {}  # outside of loops; inside, by the place
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
@@ -332,6 +333,24 @@ class World:
         before = self._evaluations.get(place, 0)
         self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
         return stream_key(self.seed, EVALUATION, *place, before)
+
+    def number_loop(self, stage: str) -> int:
+        """A number that no other loop of this script has, for its random streams. Every rank must call this.
+
+        It follows from how many were made before outside of loops, and is 0 for the first one. Of a loop inside another
+        one it follows from that one's step too, so a resumed run has the same.
+
+        Args:
+            stage: in which the loop is made.
+        """
+        outside, inside = self._loops_made
+        if not self._loops:
+            self._loops_made = outside + 1, {}
+            return stream_key(LOOP, outside) if outside else 0
+        place = self.step, int(stage != "")
+        before = inside.get(place, 0)
+        self._loops_made = outside, {place: before + 1}
+        return stream_key(LOOP, outside, *place, before)
 
     def offer(self, on_evaluated: Callable[[dict[str, float]], None], advice: Callable[..., str] | None) -> None:
         """Give evaluations and advice to a new loop, unless another one is being iterated; see `in_loop`."""

@@ -13,7 +13,7 @@ import torch
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.determinism import as_int, seed_epoch, streams
+from ddp_loop.determinism import LOOP, as_int, seed_epoch, stream_key, streams
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
@@ -77,6 +77,7 @@ class Loop:
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
+        seed: of the random streams of shards and steps: the world's in a script's first Loop, and another in each one.
         batches, world: as given, and their world. `len(loop)` counts the whole run's steps, `len(loop.batches)` an
             epoch's.
         log, log_text, log_image, log_table: log values of the current step; see `RunRecorder`.
@@ -154,6 +155,7 @@ class Loop:
     ) -> RunRecorder:
         """Make the recorder, which keeps the position of these checks and of the data in checkpoints."""
         self._begun: str | None = None  # where it is in its epochs, or was left
+        self._made_in = self.world.stage
         self._is_iterated = False  # whether an iterator of it goes on
         self._release: Callable[[], None] = lambda: None  # later its job's hooks
         checkpointer = None
@@ -185,6 +187,7 @@ class Loop:
             self.world.require_equal("Loop", {**same, "names of state": sorted(self._job.state)})
             self._job.make_equal()
             before = streams(self.world.device)
+            self._take_loop(self.world.number_loop(self._made_in))
             position = restore()
             if position is not None:
                 self._job.keep_streams(before)
@@ -196,12 +199,22 @@ class Loop:
             self._leave()
             raise
 
+    def _take_loop(self, number: int) -> None:
+        """Take the random streams of a loop with this number."""
+        self._where.loop = number
+        self._job.seed = stream_key(self.world.seed, LOOP, number) if number else self.world.seed
+
     # -- the steps -----------------------------------------------------------------------------------------
 
     @property
     def fold(self) -> Fold:
         """Reduces this loop's steps over the ranks; a new one after parameters are replaced."""
         return self._job.fold
+
+    @property
+    def seed(self) -> int:
+        """Of the random streams of shards and steps."""
+        return self._job.seed
 
     @property
     def iteration(self) -> int:
@@ -282,7 +295,7 @@ class Loop:
                     again = False
                     number = where.epochs + 1
                     if where.at == 0 or self._job.resumed_streams is not None:  # else a script restored them itself
-                        seed_epoch(self.world.seed, number, self.world.device)
+                        seed_epoch(self.seed, number, self.world.device)
                     yield Epoch(number, self._steps_of, self.batches)
                     if self._begun or not (self._is_over or where.epochs == number):
                         raise where.out_of_turn(self._begun, is_over=self._is_over)
@@ -428,6 +441,7 @@ class Loop:
         self.world.raise_if_any_failed(self._where.problem_of(state, has_begun=has_begun))
         self.world.require_equal("the position to resume from", dict(state))
         self._where.resume_from(state)
+        self._take_loop(self._where.loop)
 
     def close(self) -> None:
         """Hand on the last rows, close the run's files and remove all hooks from the model."""

@@ -252,7 +252,7 @@ class Step:
                 self._shards_read = number + 1
                 if tracer is not None:
                     tracer.data(shard.number, data)
-                seed_shard(world.seed, self.iteration, shard.number, world.device, self.passes)
+                seed_shard(self._job.seed, self.iteration, shard.number, world.device, self.passes)
             record = self._record = fold.begin_shard(shard)
             world.stage = "forward"
             try:
@@ -418,7 +418,7 @@ class Step:
         with job.fold.between_shards():
             world.stage = "gather"
             whole = self._gather.gather(mini_batch, problem)
-        seed_shard(world.seed, self.iteration, len(mini_batch.sizes), world.device, self.passes)
+        seed_shard(job.seed, self.iteration, len(mini_batch.sizes), world.device, self.passes)
         return whole if len(whole) > 1 else whole[0]
 
     def _backward_whole(self, loss: torch.Tensor, metrics: dict[str, Value], *, plain: bool) -> None:
@@ -1745,6 +1745,7 @@ class Job:
         structure: of the state's modules.
         gathering: shared by the passes with held outputs.
         announces: whether the current mini-batch has news for the other ranks.
+        seed: of the loop's random streams.
         resumed_streams: the states of the generators in the checkpoint, until the first step after it; else None.
     """
 
@@ -1761,6 +1762,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.world = self.batches.world
+        self.seed = self.world.seed
         self.fold = self._make_fold(None)
         self.structure = ModuleStructure(self.state)
 
@@ -1887,4 +1889,4 @@ class Job:
             self.ahead.read()
             world.stage = "fold"
             world.step = iteration
-        seed_step(world.seed, iteration, world.device)
+        seed_step(self.seed, iteration, world.device)

@@ -15,7 +15,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.elastic.rank import ADVICE, START
 from tests.support.harness import OnRanks
-from tests.support.refusals import loop_over, mean_of, network, on_this_rank, samples
+from tests.support.refusals import loop_over, loss_of, mean_of, network, on_this_rank, samples
 from tests.support.runs import lines_of
 from tests.support.training import take
 
@@ -152,6 +152,64 @@ def test_the_first_of_two_loops_does_not_repeat_the_lines_after_an_epoch_of_the_
     assert after_epochs_of_phases(tmp_path, leave_at=10) == [(1, 1), (2, 1), (2, 2)]
     assert after_epochs_of_phases(tmp_path) == [(2, 2), (2, 3)]
     assert after_epochs_of_phases(tmp_path) == [(2, 3)]
+
+
+# -- random numbers --------------------------------------------------------------------------------------------
+
+Draws = list[tuple[str, int, float]]  # where, in which loop, and the number
+
+
+def draws_of_loops(folder: str | None, leave_in: int = -1) -> tuple[Draws, list[int]]:
+    """Numbers of a script with three loops in a row, each with an inner loop after its first step, and their seeds.
+
+    It is left in the second step of loop number `leave_in`; then the result is what came before.
+    """
+    drawn: Draws = []
+    seeds: list[int] = []
+
+    def run(name: str, number: int, steps: int) -> Iterator[dl.Step]:
+        model = network()
+        to = None if folder is None or name == "inner" else f"{folder}/{number}"
+        loop = loop_over(world, to, model, epochs=None, steps=steps, save_every=1)
+        seeds.append(loop.seed)
+        for step in loop:
+            for rows in step:
+                drawn.append((f"{name} shard", number, torch.rand(()).item()))
+                step.backward(loss_of(model, rows))
+            step.fold()
+            drawn.append((f"{name} step", number, torch.rand(()).item()))
+            yield step
+
+    with dl.join_world(seed=3) as world:
+        for number in range(3):
+            for step in run("outer", number, 4):
+                if step.iteration == 1:
+                    list(run("inner", number, 2))
+                if (number, step.iteration) == (leave_in, 2):
+                    return drawn, seeds
+            drawn.append(("after", number, torch.rand(()).item()))
+    return drawn, seeds
+
+
+def test_each_loop_of_a_script_draws_numbers_of_its_own(on_ranks: OnRanks) -> None:
+    [(drawn, seeds)] = on_ranks(1, draws_of_loops, None)
+    assert seeds[0] == 3
+    assert len(set(seeds)) == len(seeds) == 6
+    assert len({number for *_, number in drawn}) == len(drawn) == 3 * (4 * 2 + 2 * 2 + 1)
+    assert on_ranks(1, draws_of_loops, None) == [(drawn, seeds)]
+    of_two = [[one for one in found if "shard" not in one[0]] for found, _ in on_ranks(2, draws_of_loops, None)]
+    assert of_two == [[one for one in drawn if "shard" not in one[0]]] * 2
+
+
+def test_a_script_of_several_loops_that_resumes_draws_what_the_whole_one_does(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    [(whole, _)] = on_ranks(1, draws_of_loops, None)
+    [(before, _)] = on_ranks(1, draws_of_loops, str(tmp_path), 1)
+    [(rest, _)] = on_ranks(1, draws_of_loops, str(tmp_path))
+    assert set(before) < set(whole)
+    assert set(rest) < set(whole)
+    assert {*before, *rest} == {*whole}
 
 
 # -- where a failure is said to be, and how to go on ---------------------------------------------------------
