@@ -2,6 +2,10 @@
 
 A worker stands here from both sides: as its parent sees it, and the process that runs its parent's tasks, and dies with
 its parent.
+
+[Note: Half imported] Where an import is interrupted, Python forgets the module but not its parts. The next import finds
+these in `sys.modules`, and does not make them attributes of the module again: `module.part` raises AttributeError. So
+the worker ends after the task, and the pool starts another one.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.process_group import forget_failed_starts
 from ddp_loop.distributed.processes import LineHook, children_except, end_daemons, end_with_parent, set_line
+from ddp_loop.distributed.watchdog import Watchdog
 from ddp_loop.elastic import (
     GRACE_S,
     LOOPBACK,
@@ -654,6 +659,7 @@ def _surround(task: Task, threads: int, cells: socket.socket) -> None:
 
 def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
     answer: Answer
+    broken = False
     children = children_except(set())
     try:
         _surround(task, threads, cells)
@@ -674,12 +680,19 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
             leave_open_worlds(error)
         _leave_group(failed=True)
         answer = _raised(error)
+        broken = _interrupted_an_import(error)
         with suppress(Exception):  # torch's handler of SIGCHLD raises for a worker that was killed
             end_daemons(children_except(children))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         flush_output()
-    return replace(answer, last=keeps_a_group())
+    return replace(answer, last=keeps_a_group() or broken or Watchdog.broke_import)
+
+
+def _interrupted_an_import(error: BaseException) -> bool:
+    """Whether Ctrl-C outside of a loop has ended an import. See [Note: Half imported]."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, KeyboardInterrupt) and any(frame.f_code.co_name == "<module>" for frame in frames)
 
 
 def _returned(result: Any) -> Returned:
