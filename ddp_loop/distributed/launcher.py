@@ -31,7 +31,7 @@ from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -660,6 +660,7 @@ def _surround(task: Task, threads: int, cells: socket.socket) -> None:
 def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
     answer: Answer
     broken = False
+    process = os.getpid()
     children = children_except(set())
     try:
         _surround(task, threads, cells)
@@ -669,12 +670,15 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
         try:
             result = function(*arguments, **keywords)
         except SystemExit as ending:  # without an error it has no result
-            if not isinstance(ending, Stopped) and ending.code not in (None, 0):
+            is_error = not isinstance(ending, Stopped) and ending.code not in (None, 0)
+            if is_error or os.getpid() != process:
                 raise
         leave_open_worlds(None)
         answer = _returned(result)
         _leave_group(failed=False)
     except BaseException as error:
+        if os.getpid() != process:
+            _end_fork(error)
         # SystemExit with an error and KeyboardInterrupt too: no task may end a worker of the pool.
         with suppress(Exception):  # what ended the task counts
             leave_open_worlds(error)
@@ -687,6 +691,15 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         flush_output()
     return replace(answer, last=keeps_a_group() or broken or Watchdog.broke_import)
+
+
+def _end_fork(error: BaseException) -> NoReturn:
+    """End a process that the task forked, as Python would end it; its parent answers."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    flush_output()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _interrupted_an_import(error: BaseException) -> bool:
