@@ -8,18 +8,23 @@ and 0.5, once the pipe's buffer is larger than a tensor. From 2 MiB on both take
 A message that the pipe's buffer cannot hold can be cut off by the death of its worker. In the main thread torch's
 handler of SIGCHLD then ends the wait for the rest. Elsewhere nothing does, such as in the thread of `pin_memory=True`,
 so there all tensors are sent as torch sends them.
+
+[Note: What cannot be sent] A thread of the worker pickles what it sends. What it cannot pickle it drops, with a
+traceback, and the process that trains would wait for it forever.
 """
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -97,6 +102,36 @@ def widen_pipe(loaded: Any) -> None:
     """Give the pipe of a DataLoader's workers a larger buffer, which takes a message in one piece."""
     with suppress(AttributeError, OSError):  # no workers, not on Linux, or the user's limit for all pipes is reached
         fcntl.fcntl(loaded._worker_result_queue._writer.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
+
+
+_drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+def begin_worker(begin: Callable[[int], object] | None, number: int) -> None:
+    """The `worker_init_fn` of workers that send messages. See [Note: What cannot be sent].
+
+    Args:
+        begin: the user's own.
+        number: of the worker.
+    """
+    Queue._on_queue_feeder_error = _send_an_error  # type: ignore[attr-defined]
+    if begin is not None:
+        begin(number)
+
+
+def _send_an_error(queue: Any, error: Exception, dropped: Any) -> None:
+    match dropped:
+        case (request, ExceptionWrapper() as raised):  # its text has the traceback
+            raised.exc_type = RuntimeError
+            queue.put((request, raised))
+        case (request, Message()):
+            problem = TypeError(
+                f"A worker sends a shard's data by pickle. These cannot be pickled ({error}). Return tensors, arrays, "
+                "numbers and texts from the data set and collate_fn, or leave out num_workers."
+            )
+            queue.put((request, ExceptionWrapper((TypeError, problem, None), "in a DataLoader's worker")))
+        case _:  # of a queue of the user's own
+            _drop(error, dropped)
 
 
 def _stacked(samples: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:

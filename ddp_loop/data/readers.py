@@ -277,7 +277,7 @@ class LoaderReader:
         by_value = not keywords.get("pin_memory") and threading.current_thread() is threading.main_thread()
         collate = collate or (messages.default_collate if by_value else default_collate)
         self._keyed = SeededDataset(source, seed, collate, self._gpu)
-        started = keywords.pop("worker_init_fn", None)
+        started = partial(messages.begin_worker, keywords.pop("worker_init_fn", None))
         self._signals = WorkerSignals(started) if keywords.get("num_workers") else None
         make: Any = DataLoader
         self._make_loader: Callable[..., DataLoader[Any]] = partial(

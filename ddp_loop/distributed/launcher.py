@@ -2,6 +2,10 @@
 
 A worker stands here from both sides: as its parent sees it, and the process that runs its parent's tasks, and dies with
 its parent.
+
+[Note: Half imported] Where an import is interrupted, Python forgets the module but not its parts. The next import finds
+these in `sys.modules`, and does not make them attributes of the module again: `module.part` raises AttributeError. So
+the worker ends after the task, and the pool starts another one.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +43,7 @@ from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.process_group import forget_failed_starts
 from ddp_loop.distributed.processes import LineHook, children_except, end_daemons, end_with_parent, set_line
+from ddp_loop.distributed.watchdog import Watchdog
 from ddp_loop.elastic import (
     GRACE_S,
     LOOPBACK,
@@ -654,6 +659,8 @@ def _surround(task: Task, threads: int, cells: socket.socket) -> None:
 
 def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
     answer: Answer
+    broken = False
+    process = os.getpid()
     children = children_except(set())
     try:
         _surround(task, threads, cells)
@@ -663,23 +670,42 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
         try:
             result = function(*arguments, **keywords)
         except SystemExit as ending:  # without an error it has no result
-            if not isinstance(ending, Stopped) and ending.code not in (None, 0):
+            is_error = not isinstance(ending, Stopped) and ending.code not in (None, 0)
+            if is_error or os.getpid() != process:
                 raise
         leave_open_worlds(None)
         answer = _returned(result)
         _leave_group(failed=False)
     except BaseException as error:
+        if os.getpid() != process:
+            _end_fork(error)
         # SystemExit with an error and KeyboardInterrupt too: no task may end a worker of the pool.
         with suppress(Exception):  # what ended the task counts
             leave_open_worlds(error)
         _leave_group(failed=True)
         answer = _raised(error)
+        broken = _interrupted_an_import(error)
         with suppress(Exception):  # torch's handler of SIGCHLD raises for a worker that was killed
             end_daemons(children_except(children))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         flush_output()
-    return replace(answer, last=keeps_a_group())
+    return replace(answer, last=keeps_a_group() or broken or Watchdog.broke_import)
+
+
+def _end_fork(error: BaseException) -> NoReturn:
+    """End a process that the task forked, as Python would end it; its parent answers."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    flush_output()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _interrupted_an_import(error: BaseException) -> bool:
+    """Whether Ctrl-C outside of a loop has ended an import. See [Note: Half imported]."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, KeyboardInterrupt) and any(frame.f_code.co_name == "<module>" for frame in frames)
 
 
 def _returned(result: Any) -> Returned:

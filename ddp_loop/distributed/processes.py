@@ -162,7 +162,8 @@ def children_except(known: set[BaseProcess]) -> set[BaseProcess]:
 
 def end_daemons(children: set[BaseProcess]) -> None:
     """End those that would end with this process, such as a DataLoader's workers, and wait until they have ended."""
-    daemons = [child for child in children if child.daemon]
+    here = os.getpid()  # a fork of this process knows its children too
+    daemons = [child for child in children if child.daemon and getattr(child, "_parent_pid", here) == here]
     for child in daemons:
         child.terminate()
     deadline = time.monotonic() + _DAEMON_END_S

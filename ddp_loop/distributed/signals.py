@@ -5,7 +5,8 @@ third ends the process. SIGTERM asks for a stop. After the ranks have stopped, t
 from a launcher that signals its ranks one after the other, and is ignored. A new one ends the script.
 
 Python runs handlers only in the main thread, between two instructions, so not while a collective blocks. The C handler
-writes the signal's number to the wakeup descriptor at once.
+writes the signal's number to the wakeup descriptor at once. A script can replace that descriptor: asyncio sets its own
+for a signal handler of its own, and none when it removes the last one. Then the Python handler writes the number.
 
 [Note: In workers] The current step needs a DataLoader's workers until it ends. Ctrl-C reaches all processes of a
 terminal, and torchrun or a cluster sends SIGTERM to a rank and its workers. A worker handles both signals and does
@@ -64,7 +65,7 @@ class Signals:
             self._interrupts = []
         if not self._before and threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, do_nothing) for number in REQUESTS}
+            self._before = {number: signal.signal(number, _hear) for number in REQUESTS}
             _taken.append(self)
 
     def restore(self) -> None:
@@ -80,8 +81,19 @@ class Signals:
     def restore_handlers(self) -> None:
         """Restore the former handlers alone."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) is do_nothing:  # otherwise another handler was installed since
+            if signal.getsignal(number) is _hear:  # otherwise another handler was installed since
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def hear(self, number: int) -> None:
+        """Write a signal's number to the descriptor if the C handler has not, since the script has replaced it."""
+        now = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
+        if now == self._descriptor:
+            return
+        with suppress(OSError):
+            os.write(self._descriptor, bytes([number]))
+        if now != -1:  # it is an event loop's that goes on
+            with suppress(ValueError, OSError):  # or was closed
+                signal.set_wakeup_fd(now)
 
     def follow(self) -> None:
         """Note that all ranks have stopped."""
@@ -111,6 +123,12 @@ class Signals:
         if self._wakeup_before != -1:
             with suppress(OSError):
                 os.write(self._wakeup_before, bytes([number]))
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    """See [Note: Ctrl-C]."""
+    if _taken:
+        _taken[-1].hear(number)
 
 
 def do_nothing(number: int, frame: FrameType | None) -> None:

@@ -3,11 +3,16 @@
 [Note: The package's own lines] What the package says in a run goes to the logger "ddp_loop" of Python's `logging`, on
 rank 0. Its handler prints to the standard output, unless the script gave the logger one before it imported the package.
 What must be read although logging is off goes to the standard error: failures, and what the launcher says.
+
+[Note: Forked] A process that the script forked has a copy of the world and its connections. If an exception or
+`sys.exit` ends it, that is no failure of the rank, and it leaves neither the world nor the loop: both go on in its
+parent.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -95,6 +100,7 @@ class World:
         self.seed = seed
         self.timeout_s = timeout_s
         self._closers: list[Callable[[], None]] = [partial(torch.set_num_threads, torch.get_num_threads())]
+        self._process = os.getpid()
         self._refusal: str | None = None  # why no collective can run now
         self.blocked_because: str | None = None  # why only the current step's can run; set by its fold
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
@@ -485,6 +491,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.is_forked:
+            return
         if isinstance(error, Stopped):
             error = None  # it is raised on all ranks, and is no failure
         self.ended_by = error
@@ -519,7 +527,7 @@ class World:
         Args:
             failed: whether this rank failed.
         """
-        if self._refusal is _LEFT:
+        if self._refusal is _LEFT or self.is_forked:
             return
         self._refusal = _LEFT
         with ExitStack() as ending:  # the last one first, and each even if another one raises
@@ -541,6 +549,11 @@ class World:
             self._collectives = Collectives(None, self.store, self.timeout_s)
             self._groups.leave(under_way, failed=failed)  # their last references
         self._groups = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the rank. See [Note: Forked]."""
+        return os.getpid() != self._process
 
     @property
     def is_left(self) -> bool:

@@ -40,6 +40,7 @@ def run_as_main(words: Sequence[str]) -> None:
     """
     sys.excepthook = show_unless_reported
     atexit.register(_end_if_reported)  # the first one runs last
+    os.register_at_fork(after_in_child=lambda: os.environ.pop(_FILE, None))  # its error is not the rank's
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

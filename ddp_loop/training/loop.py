@@ -357,6 +357,8 @@ class Loop:
 
     def _leave_step(self, step: Step) -> None:
         """The script leaves the loop in a step, by a break or an error."""
+        if self.world.is_forked:
+            return
         if step.passes and self._recorder.tracer is not None:
             self._recorder.tracer.end(step.iteration)
         self.world.explain = step.explainer()
@@ -455,6 +457,8 @@ class Loop:
             self._leave()
 
     def _leave(self, *, abandoned: bool = False) -> None:
+        if self.world.is_forked:
+            return
         self.close()
         self._recorder.end(later=abandoned)
         self.world.forget(self._leave)  # so that the loop can be freed, with model, optimizer and data

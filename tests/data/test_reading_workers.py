@@ -159,6 +159,44 @@ def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str
         assert child_processes() == before
 
 
+class Unsendable(Dataset[Any]):
+    """Sample 3 cannot be pickled, or raises an error that cannot."""
+
+    def __init__(self, raises: bool) -> None:
+        self._raises = raises
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        class Local(Exception):
+            pass
+
+        if index < 3:
+            return index
+        if self._raises:
+            raise Local("the file is torn")
+        return Local
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["a sample", "an error"])
+def test_what_a_worker_cannot_pickle_is_an_error_and_no_wait(raises: bool) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "collate_fn": as_they_are, "timeout": MOMENT_S}
+    kind, said = (RuntimeError, "the file is torn") if raises else (TypeError, "cannot be pickled .*Local")
+    with dl.join_world() as world:
+        before = child_processes()
+        batches = dl.Batches(Unsendable(raises), 2, world, shuffle=False, check_data=False, **options)
+        mini_batches = batches.epoch(1)
+        assert next(mini_batches).data(0) == [0, 1]
+        with pytest.raises(kind, match=said):
+            next(mini_batches).data(0)
+        assert child_processes() == before
+
+
 def end_late(_: int) -> None:
     """A worker that takes longer to end than torch waits for it, as on a busy machine."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 import ddp_loop as dl
 from tests.support.harness import MOMENT_S, OnRanks
-from tests.support.runs import LONG_S, endless
+from tests.support.runs import LONG_S, endless, status_of
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 SLEEP = [sys.executable, "-c", f"import time; print(flush=True); time.sleep({LONG_S})"]
@@ -124,3 +125,32 @@ def read_from_a_worker(how: str) -> list[list[float]]:
 @pytest.mark.parametrize("how", ["Popen", "Popen with preexec_fn"])
 def test_what_a_worker_starts_can_be_ended_and_the_worker_lives_on(how: str, on_ranks: OnRanks) -> None:
     assert on_ranks(1, read_from_a_worker, how) == [[[1.0, 1.0]] * 4]
+
+
+def fork_in_a_step(how: str, run: str) -> tuple[int, int]:
+    """The exit code of a process that rank 1 forks inside a step, and the steps of the loop."""
+    code = -1
+    with dl.join_world() as world:
+        model = torch.nn.Linear(3, 1)
+        batches = dl.Batches(torch.ones(8, 3), 4, world, num_workers=1, multiprocessing_context="fork")
+        loop = dl.Loop(batches, 2, state={"m": model}, progress=False, run_dir=run)
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).mean())
+            if step.iteration == 3 and world.rank == 1:
+                child = os.fork()
+                if child == 0:
+                    if how == "an error":
+                        raise ValueError("of the child")
+                    sys.exit(7 if how == "sys.exit(7)" else 0)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            step.fold()
+    return code, loop.iteration
+
+
+@pytest.mark.parametrize(("how", "code"), [("an error", 1), ("sys.exit(7)", 7), ("sys.exit(0)", 0)])
+def test_a_process_that_a_rank_forked_ends_by_itself_and_the_run_goes_on(
+    how: str, code: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    assert on_ranks(2, fork_in_a_step, how, str(tmp_path)) == [(-1, 4), (code, 4)]
+    assert status_of(tmp_path)["status"] == "done"

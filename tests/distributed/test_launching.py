@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -26,7 +27,8 @@ import torch.distributed as dist
 import ddp_loop as dl
 from ddp_loop.distributed import PeerFailed, Pool, RankFailed, join_world, launch
 from ddp_loop.elastic import process_states
-from tests.support.harness import FAULT_S, Unspeakable, let_ranks_meet, sum_of_ranks
+from tests.support.harness import FAULT_S, MOMENT_S, Unspeakable, let_ranks_meet, sum_of_ranks, until
+from tests.support.runs import LONG_S
 
 pytestmark = pytest.mark.covers("C7")
 
@@ -342,6 +344,54 @@ def test_a_rank_that_died_between_two_tasks_is_replaced(pool: Pool) -> None:
     assert select.select([handle], [], [], FAULT_S)[0] == [handle]
     os.close(handle)
     assert pool.run(own_rank, 2) == [0, 1]
+
+
+HALF = """
+import %s.part
+from pathlib import Path
+from time import sleep
+begun = Path(__file__).with_name("begun")
+if not begun.exists():
+    begun.touch()
+    sleep(%g)
+"""
+
+
+def import_it(name: str, begun: Path | None = None) -> int:
+    """The value of a part of the package. With a file, rank 0 raises while rank 1 imports the package."""
+    if begun is None:
+        return int(importlib.import_module(name).part.VALUE)
+    with join_world() as world:
+        if world.rank == 0:
+            until(begun.exists, "the import has begun", MOMENT_S)
+            raise ValueError("negative weight")
+        importlib.import_module(name)
+    return 0
+
+
+@pytest.mark.parametrize("how", ["error_of_another_rank", "ctrl_c"])
+def test_a_worker_whose_import_was_interrupted_is_replaced(
+    how: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / f"ended_by_{how}"  # a name for each, since the workers keep what they have imported
+    package.mkdir()
+    (package / "__init__.py").write_text(HALF % (package.name, LONG_S))
+    (package / "part.py").write_text("VALUE = 5")
+    monkeypatch.syspath_prepend(tmp_path)
+    begun = package / "begun"
+    if how == "ctrl_c":
+
+        def press() -> None:
+            until(begun.exists, "the import has begun", MOMENT_S)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=press).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(import_it, 1, package.name)
+    else:
+        with pytest.raises(RankFailed, match=r"^rank 0 raised ValueError: negative weight"):
+            pool.run(import_it, 2, package.name, begun)
+    assert pool.run(import_it, 2, package.name) == [5, 5]
 
 
 @pytest.mark.slow

@@ -153,6 +153,47 @@ def test_sigterm_after_a_stop_ends_a_script_that_still_runs(on_ranks: OnRanks, t
     assert (status_of(tmp_path)["status"], checkpoints_of(tmp_path)[-1]) == ("stopped", 4)
 
 
+# -- the wakeup descriptor of another ---------------------------------------------------------------------------
+
+
+async def handle_a_signal() -> None:
+    """An event loop has a handler for a moment, which leaves no wakeup descriptor behind."""
+    events = asyncio.get_running_loop()
+    events.add_signal_handler(signal.SIGUSR2, print)
+    events.remove_signal_handler(signal.SIGUSR2)
+
+
+async def ask_in_an_event_loop(loop: dl.Loop) -> bool:
+    """Ask for a stop while an event loop has the wakeup descriptor; returns whether it still has it."""
+    events = asyncio.get_running_loop()
+    events.add_signal_handler(signal.SIGUSR2, print)
+    ask("SIGTERM", "", loop)
+    own = signal.set_wakeup_fd(-1, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(own, warn_on_full_buffer=False)
+    return own == events._csock.fileno()  # type: ignore[attr-defined]
+
+
+def stop_beside_an_event_loop(is_over: bool) -> tuple[int, str | None, bool]:
+    kept = True
+    with dl.join_world() as world:
+        loop, make = endless(world)
+        with suppress(dl.Stopped):
+            for step in loop:
+                if step.iteration == 2 and world.rank == 1:
+                    if is_over:
+                        asyncio.run(handle_a_signal())
+                        ask("SIGTERM", "", loop)
+                    else:
+                        kept = asyncio.run(ask_in_an_event_loop(loop))
+                make(step)
+    return loop.iteration, loop.stopped, kept
+
+
+@pytest.mark.parametrize("is_over", [True, False], ids=["that has ended", "that runs"])
+def test_a_request_is_heard_beside_an_event_loop_that_handles_signals(is_over: bool, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, stop_beside_an_event_loop, is_over) == [(2, "SIGTERM at rank 1", True)] * 2
+
+
 # -- the handlers before ---------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,18 @@ def test_an_error_is_left_to_the_launcher_or_else_printed_as_python_prints_it(wa
         assert nowhere.stderr.endswith(plain[-100:])
 
 
+def test_the_error_of_a_process_that_the_script_forked_is_printed_and_not_left_as_the_rank_s(lab: Path) -> None:
+    (lab / "forks.py").write_text(
+        "import os\n"
+        "if (child := os.fork()) == 0:\n    raise ValueError('of the child')\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    rank = python(lab, "-m", "ddp_loop.elastic", "forks.py", error_file=lab / "error.json")
+    assert (rank.returncode, rank.stdout) == (0, "1\n")
+    assert rank.stderr.endswith("ValueError: of the child\n")
+    assert not (lab / "error.json").exists()
+
+
 def test_after_an_error_exit_functions_run_and_the_interpreter_is_not_finalized(lab: Path) -> None:
     (lab / "slow.py").write_text(
         "import atexit, os, sys\n"
