@@ -59,11 +59,12 @@ def listen(host: str = HERE, port: int = 0) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
     except (OSError, OverflowError) as error:
-        remedy = "Leave out --port to use a free one."
-        what = f"Port {port} of {host}"
         if not port or isinstance(error, socket.gaierror):
-            what, remedy = host, "Pass an address of this machine as --host, or leave it out."
-        raise MonitorUnavailable(f"{what} cannot be used ({error}). {remedy}") from error
+            remedy = "Pass an address of this machine as --host, or leave it out."
+            raise MonitorUnavailable(f"{host} cannot be used ({error}). {remedy}") from error
+        raise MonitorUnavailable(
+            f"Port {port} of {host} cannot be used ({error}). Leave out --port to use a free one."
+        ) from error
 
 
 def is_here(host: str) -> bool:

@@ -72,6 +72,11 @@ ACCUMULATION_LEFT = (
     "zero_grad() between the two. To accumulate, give Batches a larger mini-batch and more shards: Batches(data, 4 * "
     "n, world, shards=4 * world.size)."
 )
+NO_GRADIENT = (
+    "No parameter of state got a gradient in step {step}, so that an update changes none. The loss depends on none of "
+    "them, as where a model is made, replaced or copied after the Loop. Pass the model and the optimizer that the loop "
+    "trains: Loop(state=dict(model=model, optimizer=optimizer))."
+)
 WEIGHTLESS = (
     "All weights of a mini-batch are 0 (first in step {step}), so nothing in it counts: its loss is reported as 0, and "
     "its gradients are 0 or None. Pass step.backward a weight above 0 for shards that count, or leave such samples out "
@@ -547,7 +552,7 @@ def _of_ranks(named: Sequence[Sequence[str]]) -> list[str]:
 
 
 class NoEffectCheck(Check):
-    """Warns once, on rank 0, when no parameter moved between two steps, and once of a mini-batch without weight.
+    """Warns once each, on rank 0: no parameter moved between two steps, or got a gradient; a mini-batch has no weight.
 
     See [Note: Left accumulation].
 
@@ -614,6 +619,12 @@ class NoEffectCheck(Check):
         if total is not None and self._reads_weights and total.item() == 0 and result.loss.item() == 0:
             self._reads_weights = False
             warn(WEIGHTLESS.format(step=result.iteration))
+        elif result.is_bad is not True and self._parameters[0].grad is None and not self._have_gradients():
+            self.due = NEVER
+            warn(NO_GRADIENT.format(step=result.iteration))
+
+    def _have_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
 
 
 def shares_of(times_s: Sequence[float]) -> tuple[float, ...]:

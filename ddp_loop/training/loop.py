@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -21,7 +20,7 @@ from ddp_loop.training.checks import StepChecks
 from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import RunRecorder, open_trace
 from ddp_loop.training.step import Epoch, Fold, Job, Step
-from ddp_loop.training.validation import OnNonFinite, check_arguments, check_batches, check_state
+from ddp_loop.training.validation import OnNonFinite, check_arguments, check_batches, check_state, folder_of
 
 
 class Loop:
@@ -123,7 +122,7 @@ class Loop:
         watched = trace_request_of(batches)
         most_steps = steps if watched is None else min(watched.steps, steps or watched.steps)
         self._where = LoopPosition(batches, epochs, most_steps)
-        folder = None if run_dir is None else Path(os.path.abspath(run_dir))
+        folder = folder_of(run_dir)
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         adds_in_order = batches.fixed_shards if ordered is None else ordered
         sums: dict[str, Any] = {"bucket_cap_mib": bucket_cap_mib, "reduce_dtype": reduce_dtype}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -80,6 +82,17 @@ def check_batches(batches: object, taker: str = "A Loop") -> Batches:
 
 
 _TOO_LARGE = "A model that is too large for one device needs a program for sharded ones, such as torchtitan."
+
+
+def folder_of(run_dir: str | Path | None) -> Path | None:
+    """The run folder by its whole path.
+
+    Raises:
+        ValueError: it has no name; the current folder would become one.
+    """
+    if run_dir == "":
+        raise ValueError("run_dir must name a folder. Got ''. Pass None for a run that keeps nothing.")
+    return None if run_dir is None else Path(os.path.abspath(run_dir))
 
 
 def check_state(state: object) -> dict[str, object]:

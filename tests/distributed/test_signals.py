@@ -170,7 +170,7 @@ async def ask_in_an_event_loop(loop: dl.Loop) -> bool:
     ask("SIGTERM", "", loop)
     own = signal.set_wakeup_fd(-1, warn_on_full_buffer=False)
     signal.set_wakeup_fd(own, warn_on_full_buffer=False)
-    return own == events._csock.fileno()  # type: ignore[attr-defined]
+    return bool(own == events._csock.fileno())  # type: ignore[attr-defined]
 
 
 def stop_beside_an_event_loop(is_over: bool) -> tuple[int, str | None, bool]:

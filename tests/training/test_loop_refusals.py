@@ -106,6 +106,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "epochs that are a bool": (over(epochs=True), WHOLE),
     "no steps": (over(epochs=None, steps=0), f"steps {WHOLE}0"),
     "no end": (over(epochs=None), "A Loop needs an end. Pass epochs or steps"),
+    "a folder without a name": (over(run_dir=""), "run_dir must name a folder. Got ''. Pass None"),
     "buckets without room": (over(bucket_cap_mib=0.0), SIZE),
     "buckets of nan": (over(bucket_cap_mib=nan), SIZE),
     "a rule that is none": (over(on_nonfinite="ignore"), "on_nonfinite must be one of .* Got 'ignore'"),

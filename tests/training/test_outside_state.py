@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -105,3 +108,38 @@ def train_otherwise(loss: LossOf) -> None:
 @pytest.mark.parametrize("loss", [scaled, with_slope, distilled])
 def test_other_leaves_are_no_matter(loss: LossOf, on_ranks: OnRanks) -> None:
     on_ranks(2, train_otherwise, loss)
+
+
+def warned(world: dl.World, how: str) -> list[str]:
+    """What is said of a loop without gradients in its first step."""
+    model = network()
+    optimizer = sgd(model)
+    options: dict[str, Any] = {"on_nonfinite": "skip"} if how == "not finite" else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop = loop_over(world, "", model, optimizer, epochs=1, **options)
+        if how == "replaced":
+            model = network()
+        for step in loop:
+            for rows in step:
+                loss = loss_of(model, rows)
+                is_bad = how == "not finite" and step.iteration == 1
+                step.backward(loss * torch.nan if is_bad else loss, weight=float(how != "weightless"))
+            step.fold()
+            optimizer.step()
+    return [str(one.message) for one in caught if one.filename == __file__]
+
+
+def warned_on_rank(how: str) -> list[str]:
+    return in_world(warned, how)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_that_is_replaced_after_the_loop_is_said_to_get_no_gradient(ranks: int, on_ranks: OnRanks) -> None:
+    [[said], *others] = on_ranks(ranks, warned_on_rank, "replaced")
+    assert said.startswith("No parameter of state got a gradient in step 1, so that an update changes none.")
+    assert others == [[]] * (ranks - 1)
+    assert on_ranks(ranks, warned_on_rank, "as it is") == [[]] * ranks
+    assert on_ranks(ranks, warned_on_rank, "not finite") == [[]] * ranks
+    [[of_weights], *others] = on_ranks(ranks, warned_on_rank, "weightless")
+    assert of_weights.startswith("All weights of a mini-batch are 0")
