@@ -565,11 +565,14 @@ class World:
         return 0 if self._groups is None else self._groups.count_on_default()
 
     @contextmanager
-    def in_stage(self, stage: str) -> Iterator[None]:
-        """Be in a stage inside the block, and stay in it where the block raises: a failed rank's error names it."""
+    def in_stage(self, stage: str) -> Iterator[str]:
+        """Be in a stage inside the block, and stay in it where the block raises: a failed rank's error names it.
+
+        The block gets the stage before it.
+        """
         before = self.stage
         self.stage = stage
-        yield
+        yield before
         self.stage = before
 
     def defer(self, collective: Callable[[], None]) -> None:

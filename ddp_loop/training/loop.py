@@ -132,7 +132,7 @@ class Loop:
         recorder = self._make_recorder(parts, checks, policy, folder if watched is None else None)
         flat: dict[str, Any] | None = None
         problem: Exception | None = None
-        with self.world.in_stage("start"):
+        with self.world.in_stage("start") as stage:
             try:
                 flat = None if config is None else flatten_config(config)
                 check_arguments(batches, epochs, steps, on_nonfinite, check_replicas_every, **sums)
@@ -147,14 +147,13 @@ class Loop:
             same |= {"buffer_reduction": dict(buffer_reduction or {}), "resume_from": str(resume_from)}
             same |= {"a run_dir": run_dir is not None, "resume": resume, "save_every": save_every}
             show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor, watched=watched)
-            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
+            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show, stage)
 
     def _make_recorder(
         self, state: dict[str, object], checks: StepChecks, policy: CheckpointPolicy, folder: Path | None
     ) -> RunRecorder:
         """Make the recorder, which keeps the position of these checks and of the data in checkpoints."""
         self._begun: str | None = None  # where it is in its epochs, or was left
-        self._made_in = self.world.stage
         self._is_iterated = False  # whether an iterator of it goes on
         self._release: Callable[[], None] = lambda: None  # later its job's hooks
         checkpointer = None
@@ -177,6 +176,7 @@ class Loop:
         same: Mapping[str, object],
         restore: Callable[[], dict[str, int] | None],
         open_rows: Callable[[], None],
+        stage: str,
     ) -> None:
         """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         try:
@@ -186,7 +186,7 @@ class Loop:
             self.world.require_equal("Loop", {**same, "names of state": sorted(self._job.state)})
             self._job.make_equal()
             before = streams(self.world.device)
-            self._take_loop(self.world.number_loop(self._made_in))
+            self._take_loop(self.world.number_loop(stage))
             position = restore()
             if position is not None:
                 self._job.keep_streams(before)
