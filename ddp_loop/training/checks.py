@@ -565,6 +565,7 @@ class NoEffectCheck(Check):
         self._scalers = enabled_scalers(state)
         self._optimizers = parts_of(state, Optimizer)
         self._reads_weights = not world.accelerator.is_asynchronous  # on the host reading them costs nothing
+        self._awaits_gradients = True  # until a step without an error
         self.due = NEVER if world.rank else 0
         self.begin(())
 
@@ -619,12 +620,10 @@ class NoEffectCheck(Check):
         if total is not None and self._reads_weights and total.item() == 0 and result.loss.item() == 0:
             self._reads_weights = False
             warn(WEIGHTLESS.format(step=result.iteration))
-        elif result.is_bad is not True and self._parameters[0].grad is None and not self._have_gradients():
-            self.due = NEVER
-            warn(NO_GRADIENT.format(step=result.iteration))
-
-    def _have_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._parameters)
+        elif self._awaits_gradients and result.is_bad is not True:
+            self._awaits_gradients = False
+            if all(parameter.grad is None for parameter in self._parameters):
+                warn(NO_GRADIENT.format(step=result.iteration))
 
 
 def shares_of(times_s: Sequence[float]) -> tuple[float, ...]:
