@@ -375,6 +375,22 @@ def is_running(run: Path) -> bool:
     return _status_of(run).get("status") == "running" if locked is None else locked
 
 
+def check_output(file: Path, suffix: str) -> None:
+    """Refuse to replace a file of a run.
+
+    Args:
+        file: that a command writes.
+        suffix: of its own files; such a one beside a run.json is an older output.
+
+    Raises:
+        ValueError: it is one of a run, which would be lost.
+    """
+    file = file.resolve()
+    for folder in file.parents if file.exists() else ():
+        if (folder / RUN).is_file() and (file.suffix, file.parent) != (suffix, folder):
+            raise ValueError(f"{file} is a file of the run in {folder}, and would be lost. Name another file.")
+
+
 def ask_to_stop(run: Path, why: str) -> None:
     """Ask a run to stop after its current step, with a checkpoint.
 

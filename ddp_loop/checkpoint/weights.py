@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.checkpoint.atomic_files import explained, replacing, sync_folder, write_new
+from ddp_loop.checkpoint.run_folder import check_output
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.checkpoint.state import JOB, objects_in, read_on_rank_zero, restore_part
 from ddp_loop.checkpoint.storage import (
@@ -188,7 +189,8 @@ def export_weights(
         A line about the file.
 
     Raises:
-        ValueError: as `load`, or the part has other values than tensors, or the file's name is one for `torch.load`.
+        ValueError: as `load`, or the part has other values than tensors, or the file's name is one for `torch.load`, or
+            the file is one of a run.
         OSError: the checkpoint cannot be read, or the file not be written.
     """
     if file.suffix.lower() in _PICKLED:
@@ -197,6 +199,7 @@ def export_weights(
             f"export writes a safetensors file, which torch.load cannot read. Got {file}. Pass -o {named}; for "
             f"torch.load, then call torch.save(safetensors.torch.load_file({str(named)!r}), {str(file)!r})."
         )
+    check_output(file, ".safetensors")
     found = read_checkpoint(run, say=say, best=best, name=checkpoint)
     tensors = _tensors_of(part_of(found, part), part, found.path)
     folder = found.path.parents[1]

@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import best_of, read_json
+from ddp_loop.checkpoint import best_of, check_output, read_json
 from ddp_loop.reporting.run_records import RunRecord, checkpoints_of, find_runs, is_lower_better, read_run, shown_name
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
@@ -370,7 +370,7 @@ def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None 
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: no folder, no run in it, a column that no run has, or `file` with `watch`.
+        ValueError: no folder, no run in it, a column that no run has, or `file` with `watch` or of a run.
     """
     if watch and file is not None:
         raise ValueError("--watch shows the table until Ctrl-C, and writes no file. Leave out --watch or --csv.")
@@ -379,6 +379,7 @@ def list_runs(query: RunQuery, say: Callable[[str], None], *, file: Path | None 
         say(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
         time.sleep(_WATCH_S)
     if file is not None:
+        check_output(file, ".csv")
         table, rows = _selected(query)
         write_csv(table, rows, file)
     say(_text_of(query))

@@ -159,6 +159,30 @@ def test_a_name_for_torch_load_is_refused_and_the_call_that_makes_such_a_file_is
     assert torch.equal(torch.load(asked)["norm.running_mean"], kept[3]["norm.running_mean"])
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("export", "run.json"),
+        ("export", f"checkpoints/{NAMES[2]}/tensors.safetensors"),
+        ("runs", "rows.jsonl"),
+        ("runs", f"checkpoints/{NAMES[2]}/tensors.safetensors"),
+    ],
+)
+def test_no_file_of_a_run_is_replaced(command: str, name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (run / name).read_bytes()
+    assert main([command, str(run), "-o" if command == "export" else "--csv", str(run / name)]) == 2
+    assert capsys.readouterr().err == (
+        f"ddp_loop {command}: {run / name} is a file of the run in {run}, and would be lost. Name another file.\n"
+    )
+    assert (run / name).read_bytes() == before
+
+
+def test_an_older_output_beside_the_run_is_replaced(run: Path) -> None:
+    for _ in range(2):
+        assert main(["export", str(run), "-o", str(run / "model.safetensors")]) == 0
+        assert main(["runs", str(run), "--csv", str(run / "table.csv")]) == 0
+
+
 def test_nested_tensors_have_dotted_names_and_other_parts_are_refused(
     run: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
