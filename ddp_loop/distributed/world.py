@@ -70,6 +70,8 @@ if not _LOGGER.handlers:  # else the script has its own
     _LOGGER.addHandler(_PrintingHandler())
     _LOGGER.propagate = False
 
+_OUTSIDE = 0, 0, 0  # the place of evaluations before the first step
+
 
 class World:
     """All ranks, as one of them sees them; made by `join_world`, left at the end of its `with`.
@@ -122,8 +124,9 @@ class World:
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
-        self._evaluations: dict[tuple[int, int], int] = {}  # how many outside of steps, and in the current one
+        self._evaluations: dict[tuple[int, int, int], int] = {}  # how many outside of steps, and in the current one
         self._loops_made: tuple[int, dict[tuple[int, int], int]] = 0, {}  # outside of loops; inside, by the place
+        self._loop = 0  # the number of the loop that is iterated, or was last
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
@@ -332,19 +335,19 @@ class World:
     def begin_evaluation(self, stage: str) -> int:
         """The key of an evaluation's random streams, new for each. Every rank must call this.
 
-        It follows from the current step, whether that is over (no `stage`, as after an epoch), and the number of
-        evaluations before it there, so a resumed run has the same keys.
+        It follows from the current step, whether that is over (no `stage`, as after an epoch), the number of
+        evaluations before it there, and the loop's number, so a resumed run has the same keys.
         """
-        place = self.step, int(self.step > 0 and stage != "")
+        place = self._loop, self.step, int(self.step > 0 and stage != "")
         before = self._evaluations.get(place, 0)
-        self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
-        return stream_key(self.seed, EVALUATION, *place, before)
+        self._evaluations = {_OUTSIDE: self._evaluations.get(_OUTSIDE, 0), place: before + 1}
+        return stream_key(self.seed, EVALUATION, *place[1:], before, *filter(None, place[:1]))
 
     def number_loop(self, stage: str) -> int:
         """A number that no other loop of this script has, for its random streams. Every rank must call this.
 
         It follows from how many were made before outside of loops, and is 0 for the first one. Of a loop inside another
-        one it follows from that one's step too, so a resumed run has the same.
+        one it follows from that one's number and step, so a resumed run has the same.
 
         Args:
             stage: in which the loop is made.
@@ -356,7 +359,7 @@ class World:
         place = self.step, int(stage != "")
         before = inside.get(place, 0)
         self._loops_made = outside, {place: before + 1}
-        return stream_key(LOOP, outside, *place, before)
+        return stream_key(LOOP, self._loop, *place, before)
 
     def offer(self, on_evaluated: Callable[[dict[str, float]], None], advice: Callable[..., str] | None) -> None:
         """Give evaluations and advice to a new loop, unless another one is being iterated; see `in_loop`."""
@@ -367,20 +370,22 @@ class World:
 
     @contextmanager
     def in_loop(
-        self, on_evaluated: Callable[[dict[str, float]], None], advice: Callable[..., str] | None
+        self, number: int, on_evaluated: Callable[[dict[str, float]], None], advice: Callable[..., str] | None
     ) -> Iterator[None]:
         """Give evaluations and advice to the loop that is iterated in the block, and afterwards to the loop around it.
 
         Stage and step are that one's again, too. Without one, later evaluations are still this loop's.
 
         Args:
+            number: of the loop, from `number_loop` or its checkpoint.
             on_evaluated: records an evaluation.
             advice: returns how to go on with the loop's run after a failure, given the advice of the loop around it;
                 None without a run folder.
         """
         around = self._loops[-1:]
-        before = self.on_evaluated, self.advice, self.stage, self.step
+        before = self.on_evaluated, self.advice, self.stage, self.step, self._loop
         lines = running_lines()
+        self._loop = number
         self._loops.append(on_evaluated)
         self.on_evaluated = on_evaluated
         if advice is not None:
@@ -397,7 +402,7 @@ class World:
         finally:
             self._loops.remove(on_evaluated)
             if around and around[0] in self._loops:  # else it was left before
-                self.on_evaluated, self.advice, self.stage, self.step = before
+                self.on_evaluated, self.advice, self.stage, self.step, self._loop = before
                 self.advise()
 
     def advise(self) -> bool:

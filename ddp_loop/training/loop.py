@@ -288,7 +288,7 @@ class Loop:
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
             raise where.out_of_turn(self._begun, is_over=self._is_over)
         self._is_iterated = True
-        with self.world.in_loop(self._recorder.on_evaluated, self._recorder.advice):
+        with self.world.in_loop(self._where.loop, self._recorder.on_evaluated, self._recorder.advice):
             try:
                 while again or not self._is_over:
                     again = False

@@ -159,6 +159,10 @@ def test_the_first_of_two_loops_does_not_repeat_the_lines_after_an_epoch_of_the_
 Draws = list[tuple[str, int, float]]  # where, in which loop, and the number
 
 
+def noise(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.rand(len(rows))
+
+
 def draws_of_loops(folder: str | None, leave_in: int = -1) -> tuple[Draws, list[int]]:
     """Numbers of a script with three loops in a row, each with an inner loop after its first step, and their seeds.
 
@@ -177,10 +181,14 @@ def draws_of_loops(folder: str | None, leave_in: int = -1) -> tuple[Draws, list[
                 drawn.append((f"{name} shard", number, torch.rand(()).item()))
                 step.backward(loss_of(model, rows))
             step.fold()
+            if step.iteration == 1:
+                error = dl.evaluate(nn.Identity(), whole, error=noise)["error"]
+                drawn.append((f"{name} evaluation", number, error))
             drawn.append((f"{name} step", number, torch.rand(()).item()))
             yield step
 
     with dl.join_world(seed=3) as world:
+        whole = dl.Batches(samples(6), 6, world, shuffle=False)
         for number in range(3):
             for step in run("outer", number, 4):
                 if step.iteration == 1:
@@ -195,7 +203,7 @@ def test_each_loop_of_a_script_draws_numbers_of_its_own(on_ranks: OnRanks) -> No
     [(drawn, seeds)] = on_ranks(1, draws_of_loops, None)
     assert seeds[0] == 3
     assert len(set(seeds)) == len(seeds) == 6
-    assert len({number for *_, number in drawn}) == len(drawn) == 3 * (4 * 2 + 2 * 2 + 1)
+    assert len({number for *_, number in drawn}) == len(drawn) == 3 * (4 * 2 + 2 * 2 + 2 + 1)
     assert on_ranks(1, draws_of_loops, None) == [(drawn, seeds)]
     of_two = [[one for one in found if "shard" not in one[0]] for found, _ in on_ranks(2, draws_of_loops, None)]
     assert of_two == [[one for one in drawn if "shard" not in one[0]]] * 2
