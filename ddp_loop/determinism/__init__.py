@@ -25,7 +25,7 @@ from ddp_loop.determinism.seeding import (
     stream_key,
     streams,
 )
-from ddp_loop.determinism.settings import deterministic, require_pinned
+from ddp_loop.determinism.settings import deterministic, require_pinned, seeded_block
 
 __all__ = [
     "COLLATE",
@@ -57,6 +57,7 @@ __all__ = [
     "seed_step",
     "seed_streams",
     "seed_transform",
+    "seeded_block",
     "splitmix64",
     "stream_key",
     "streams",

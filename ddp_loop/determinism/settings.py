@@ -8,6 +8,7 @@ is read from torch and from the environment; this module keeps no state.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ _VARIABLES = {
 }
 _OF_NCCL = [name for name in _VARIABLES if name.startswith("NCCL")]
 _ASSIGNMENTS = ", ".join(f"{name}={_VARIABLES[name][0]}" for name in _OF_NCCL)
+_NUMBERS = itertools.count(1)
+_blocks = [0]  # the numbers of the seeded blocks that are open, the innermost last
 _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
@@ -97,6 +100,11 @@ def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
         raise
     finally:
         _apply(former)
+
+
+def seeded_block() -> int:
+    """The number of the innermost `deterministic(seed)` that is open, which no other one has; 0 outside of all."""
+    return _blocks[-1]
 
 
 def require_pinned(backends: str) -> None:
@@ -236,9 +244,11 @@ def _seeded(seed: int | None) -> Iterator[None]:
     states = [(gpu, gpu.random_state()) for gpu in all_gpus()]
     with preserved_streams():
         try:
+            _blocks.append(next(_NUMBERS))
             seed_everything(seed)
             yield
         finally:
+            _blocks.pop()
             for gpu, state in states:
                 if state is not None:
                     gpu.set_random_state(state)

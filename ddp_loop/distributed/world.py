@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of, check_in_waits
-from ddp_loop.determinism import EVALUATION, LOOP, seed_everything, stream_key
+from ddp_loop.determinism import EVALUATION, LOOP, seed_everything, seeded_block, stream_key
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
@@ -125,7 +125,8 @@ class World:
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
         self._evaluations: dict[tuple[int, int, int], int] = {}  # how many outside of steps, and in the current one
-        self._loops_made: tuple[int, dict[tuple[int, int], int]] = 0, {}  # outside of loops; inside, by the place
+        # How many outside of loops, by the seeded block; inside, by the place.
+        self._loops_made: tuple[dict[int, int], dict[tuple[int, int], int]] = {}, {}
         self._loop = 0  # the number of the loop that is iterated, or was last
         try:
             if place.size > 1 or dist.is_initialized():
@@ -346,16 +347,18 @@ class World:
     def number_loop(self, stage: str) -> int:
         """A number that no other loop of this script has, for its random streams. Every rank must call this.
 
-        It follows from how many were made before outside of loops, and is 0 for the first one. Of a loop inside another
-        one it follows from that one's number and step, so a resumed run has the same.
+        It follows from how many were made before outside of loops, and is 0 for the first one, also for the first one
+        in a `deterministic(seed)`, whose runs are equal. Of a loop inside another one it follows from that one's number
+        and step, so a resumed run has the same.
 
         Args:
             stage: in which the loop is made.
         """
         outside, inside = self._loops_made
         if not self._loops:
-            self._loops_made = outside + 1, {}
-            return stream_key(LOOP, outside) if outside else 0
+            before = outside.get(seeded_block(), 0)
+            self._loops_made = {**outside, seeded_block(): before + 1}, {}
+            return stream_key(LOOP, before) if before else 0
         place = self.step, int(stage != "")
         before = inside.get(place, 0)
         self._loops_made = outside, {place: before + 1}
