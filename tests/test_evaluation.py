@@ -214,6 +214,17 @@ def test_a_cross_entropy_with_the_last_layer_in_it_counts_its_labels_too() -> No
         assert found["loss"] == pytest.approx(criterion(*labelled(what)).item(), rel=1e-12), what
 
 
+@pytest.mark.filterwarnings("ignore:.NLLLoss2d. has been deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [nn.NLLLoss, nn.NLLLoss2d])
+def test_the_loss_of_log_probabilities_counts_its_labels_too(kind: type[nn.NLLLoss]) -> None:
+    model = nn.LogSoftmax(1)
+    for criterion in (kind(), kind(weight=CLASS_WEIGHTS)):
+        output, labels = labelled("ignored")
+        with dl.join_world() as world:
+            found = dl.evaluate(model, dl.Batches((output, labels), 48, world, shuffle=False), loss=criterion)
+        assert found["loss"] == pytest.approx(criterion(model(output), labels).item(), rel=1e-12)
+
+
 def test_a_criterion_of_the_script_s_own_is_a_mean_over_samples() -> None:
     criterion = OverSamples(weight=CLASS_WEIGHTS)
     with dl.join_world() as world:

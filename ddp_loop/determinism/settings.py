@@ -3,7 +3,7 @@
 [Note: When a variable counts] Each library reads the environment late, and only once. NCCL reads its variables at the
 first collective of a group, and NCCL_NVLS_ENABLE once per process. torch reads CUBLAS_WORKSPACE_CONFIG at the process's
 first matrix product on a GPU. So enter a block before `join_world` and before work on a GPU. Whether a block is active
-is read from torch and from the environment; this module keeps no state.
+is read from torch and from the environment. This module keeps only the numbers of the open blocks that seed.
 """
 
 from __future__ import annotations

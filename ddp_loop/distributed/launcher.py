@@ -43,7 +43,6 @@ from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.process_group import forget_failed_starts
 from ddp_loop.distributed.processes import LineHook, children_except, end_daemons, end_with_parent, set_line
-from ddp_loop.distributed.watchdog import Watchdog
 from ddp_loop.elastic import (
     GRACE_S,
     LOOPBACK,
@@ -690,7 +689,7 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         flush_output()
-    return replace(answer, last=keeps_a_group() or broken or Watchdog.broke_import)
+    return replace(answer, last=keeps_a_group() or broken)
 
 
 def _end_fork(error: BaseException) -> NoReturn:
@@ -703,9 +702,11 @@ def _end_fork(error: BaseException) -> NoReturn:
 
 
 def _interrupted_an_import(error: BaseException) -> bool:
-    """Whether Ctrl-C outside of a loop has ended an import. See [Note: Half imported]."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, KeyboardInterrupt) and any(frame.f_code.co_name == "<module>" for frame in frames)
+    """Whether Ctrl-C, or the failure of another rank, has ended an import. See [Note: Half imported]."""
+    if not isinstance(error, KeyboardInterrupt | PeerFailed):
+        return False
+    modules = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
+    return any(frame.f_globals.get("__name__") != "__main__" for frame in modules)  # else it is a script
 
 
 def _returned(result: Any) -> Returned:

@@ -37,7 +37,6 @@ from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, is_outside
 
 _LOOK_S = 0.25  # between two polls of 0.1 ms
 _CALLBACKS = (weakref.__file__, _weakrefset.__file__)
-_IMPORTS = "<frozen importlib._bootstrap"  # begins the names of the import system's files
 _INTERRUPT_S = 0.4  # until the main thread is interrupted, unless it noticed a failure by itself
 _AGAIN_S = 0.02  # until a main thread that has not raised is interrupted again
 _END_S = 1.6  # until the process is ended; before the pool kills it, which reports less
@@ -64,10 +63,8 @@ class Watchdog:
         look_for_stop: polled for the reason of another request to stop, such as a file; set by a loop.
         say: shows the user a line.
         noticed: a descriptor that can be read once another rank has failed, for the main thread's waits.
-        broke_import: whether an interruption has left a module of this process half imported.
     """
 
-    broke_import: ClassVar[bool] = False
     _open: ClassVar[list[Watchdog]] = []  # those whose main thread can be interrupted; worlds can be nested
     _handler_before: ClassVar[Any] = None
     _hook_before: ClassVar[Callable[[Any], Any]] = sys.unraisablehook
@@ -281,18 +278,12 @@ class Watchdog:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    imports = False
     while frame is not None:
         if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in _CALLBACKS:
             return  # the watchdog interrupts again
-        imports = imports or frame.f_code.co_filename.startswith(_IMPORTS)
         frame = frame.f_back
     for watchdog in reversed(Watchdog._open):  # the innermost world first
-        try:
-            watchdog.raise_pending()
-        except BaseException:
-            Watchdog.broke_import = Watchdog.broke_import or imports
-            raise
+        watchdog.raise_pending()
 
 
 def _ignored(unraisable: Any) -> None:

@@ -345,11 +345,11 @@ class World:
         return stream_key(self.seed, EVALUATION, *place[1:], before, *filter(None, place[:1]))
 
     def number_loop(self, stage: str) -> int:
-        """A number that no other loop of this script has, for its random streams. Every rank must call this.
+        """Return the number of a new loop, for random streams of its own. Every rank must call this.
 
-        It follows from how many were made before outside of loops, and is 0 for the first one, also for the first one
-        in a `deterministic(seed)`, whose runs are equal. Of a loop inside another one it follows from that one's number
-        and step, so a resumed run has the same.
+        Loops outside of others are counted, from 0. Each `deterministic(seed)` block counts from 0 again, so two runs
+        of a block give the same bits. A loop inside another one has a number made of that one's number and step, so a
+        resumed run has the same.
 
         Args:
             stage: in which the loop is made.

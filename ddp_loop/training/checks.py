@@ -73,9 +73,9 @@ ACCUMULATION_LEFT = (
     "n, world, shards=4 * world.size)."
 )
 NO_GRADIENT = (
-    "No parameter of state got a gradient in step {step}, so that an update changes none. The loss depends on none of "
-    "them, as where a model is made, replaced or copied after the Loop. Pass the model and the optimizer that the loop "
-    "trains: Loop(state=dict(model=model, optimizer=optimizer))."
+    "No parameter of state got a gradient in step {step}, so optimizer.step() changes none of them. The loss depends "
+    "on other parameters. Was the model made, replaced or copied after the Loop? Pass Loop the model and the optimizer "
+    "that it trains: state=dict(model=model, optimizer=optimizer)."
 )
 WEIGHTLESS = (
     "All weights of a mini-batch are 0 (first in step {step}), so nothing in it counts: its loss is reported as 0, and "
@@ -552,7 +552,7 @@ def _of_ranks(named: Sequence[Sequence[str]]) -> list[str]:
 
 
 class NoEffectCheck(Check):
-    """Warns once each, on rank 0: no parameter moved between two steps, or got a gradient; a mini-batch has no weight.
+    """Warns once each, on rank 0: no parameter moved, or got a gradient, or a mini-batch has no weight.
 
     See [Note: Left accumulation].
 

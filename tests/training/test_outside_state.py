@@ -137,9 +137,9 @@ def warned_on_rank(how: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_model_that_is_replaced_after_the_loop_is_said_to_get_no_gradient(ranks: int, on_ranks: OnRanks) -> None:
     [[said], *others] = on_ranks(ranks, warned_on_rank, "replaced")
-    assert said.startswith("No parameter of state got a gradient in step 1, so that an update changes none.")
+    assert said.startswith("No parameter of state got a gradient in step 1, so optimizer.step() changes none of them.")
     assert others == [[]] * (ranks - 1)
     assert on_ranks(ranks, warned_on_rank, "as it is") == [[]] * ranks
     assert on_ranks(ranks, warned_on_rank, "not finite") == [[]] * ranks
-    [[of_weights], *others] = on_ranks(ranks, warned_on_rank, "weightless")
+    [[of_weights], *_] = on_ranks(ranks, warned_on_rank, "weightless")
     assert of_weights.startswith("All weights of a mini-batch are 0")

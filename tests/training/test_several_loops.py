@@ -209,6 +209,26 @@ def test_each_loop_of_a_script_draws_numbers_of_its_own(on_ranks: OnRanks) -> No
     assert of_two == [[one for one in drawn if "shard" not in one[0]]] * 2
 
 
+def seeds_in_blocks() -> list[int]:
+    """The seeds of a loop, of two in each of two blocks, and of one after these."""
+    seeds = []
+    with dl.join_world(seed=3) as world:
+        seeds.append(loop_over(world, None, network()).seed)
+        for _ in range(2):
+            with dl.deterministic(7):
+                seeds += [loop_over(world, None, network()).seed for _ in range(2)]
+        seeds.append(loop_over(world, None, network()).seed)
+    return seeds
+
+
+def test_loops_are_counted_anew_in_each_seeded_block(on_ranks: OnRanks) -> None:
+    [[first, *in_blocks, last], other] = on_ranks(2, seeds_in_blocks)
+    assert in_blocks[:2] == in_blocks[2:]
+    assert in_blocks[0] == first == 3
+    assert in_blocks[1] == last != first
+    assert other == [first, *in_blocks, last]
+
+
 def test_a_script_of_several_loops_that_resumes_draws_what_the_whole_one_does(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
