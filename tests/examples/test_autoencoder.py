@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from ddp_loop.determinism import permutation
 from ddp_loop.early_stopping import EarlyStopping
 from tests.support.harness import OnRanks
 from tests.support.paths import EXAMPLES
+from tests.support.scripts import run_here
 
 SCRIPT = EXAMPLES / "autoencoder" / "train.py"
 PICTURES = ["cleaned.png", "differences_with_determinism.png", "differences_without_determinism.png", "pairs.png"]
@@ -118,19 +118,11 @@ def test_two_runs_differ_without_determinism_and_have_equal_bits_with_it(
 
 @pytest.mark.slow
 @pytest.mark.covers("H2", "H3")
-def test_the_example_runs_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, "train.py", *SMALL, "--patience", "2", "--validate-every", "3", "--folder", str(tmp_path / "new")],
-        cwd=SCRIPT.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks on " in done.stdout
-    check_output(done.stdout, tmp_path / "new")
+def test_the_example_runs_on_two_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    words = [*SMALL, "--patience", "2", "--validate-every", "3", "--folder", str(tmp_path / "new")]
+    printed, _ = on_ranks(2, run_here, "autoencoder/train.py", *words)
+    assert "2 ranks on " in printed
+    check_output(printed, tmp_path / "new")
 
 
 def test_the_example_stops_early_with_the_best_or_the_last_weights(

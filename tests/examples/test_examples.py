@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support.harness import OnRanks
 from tests.support.paths import EXAMPLES
-from tests.support.scripts import load, run
+from tests.support.scripts import load, run, run_here
 
 
 def by_hand_and_by_loop(shards: int | None) -> tuple[str, str]:
@@ -69,30 +69,28 @@ def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_digit_example_trains_on_real_handwriting() -> None:
-    done = run("train.py", "--data", "handwritten", "--epochs", "5", folder=EXAMPLES / "digits")
-    assert done.returncode == 0, done.stderr
-    accuracy = re.search(r"Test accuracy: (\d\.\d+) of 185 images", done.stdout)
-    assert accuracy is not None, done.stdout
+def test_the_digit_example_trains_on_real_handwriting(on_ranks: OnRanks) -> None:
+    (printed,) = on_ranks(1, run_here, "digits/train.py", "--data", "handwritten", "--epochs", "5")
+    accuracy = re.search(r"Test accuracy: (\d\.\d+) of 185 images", printed)
+    assert accuracy is not None, printed
     assert float(accuracy[1]) > 0.9
 
 
-def run_alone_and_on_two_ranks(script: str, *arguments: str, runs: Path) -> list[str]:
-    """The output of an example in one process, and under torchrun on two ranks."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def run_alone_and_on_two_ranks(on_ranks: OnRanks, script: str, *arguments: str, runs: Path) -> list[str]:
+    """The output of an example on one rank, and on two."""
     printed = []
-    for name, command in (("alone", [script, *arguments]), ("together", [*torchrun, script, *arguments])):
-        done = run(*command, "--run-dir", str(runs / name), folder=EXAMPLES)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
+    for ranks, name in ((1, "alone"), (2, "together")):
+        first, *others = on_ranks(ranks, run_here, script, *arguments, "--run-dir", str(runs / name))
+        assert "".join(others) == ""
+        printed.append(first)
     return printed
 
 
 @pytest.mark.slow
 @pytest.mark.covers("D11")
-def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     arguments = ["--epochs", "2", "--sentences", "480", "--shards", "2"]
-    alone, together = run_alone_and_on_two_ranks("tokens.py", *arguments, runs=tmp_path)
+    alone, together = run_alone_and_on_two_ranks(on_ranks, "tokens.py", *arguments, runs=tmp_path)
     assert "480 training and 200 test sentences of 22 to" in alone
     assert "1 ranks on " in alone
     assert "2 ranks on " in together
@@ -114,9 +112,9 @@ def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_
 
 @pytest.mark.slow
 @pytest.mark.covers("B10")
-def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     arguments = ["--epochs", "10", "--points", "4000", "--shards", "2"]
-    printed = run_alone_and_on_two_ranks("gan.py", *arguments, runs=tmp_path)
+    printed = run_alone_and_on_two_ranks(on_ranks, "gan.py", *arguments, runs=tmp_path)
     pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Clusters: (\d) of 8, Near one: (\d\.\d+)$"
     found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
     assert [[line[0] for line in lines] for lines in found] == [["0", "10"]] * 2, "".join(printed)
@@ -138,15 +136,13 @@ def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path:
     ],
 )
 def test_weights_have_the_same_bits_on_any_ranks_and_after_a_resume(
-    tmp_path: Path, script: str, arguments: list[str], resumed: list[str]
+    on_ranks: OnRanks, tmp_path: Path, script: str, arguments: list[str], resumed: list[str]
 ) -> None:
     """Environments of a shard, averaged weights, and the noise that both draw."""
 
     def train(ranks: int, folder: str, *more: str) -> dict[str, torch.Tensor]:
-        launcher = ["-m", "ddp_loop", "run", "--ranks", str(ranks)]
-        words = [*launcher, script, "--device", "cpu", *arguments, "--run-dir", str(tmp_path / folder), *more]
-        done = run(*words, folder=EXAMPLES)
-        assert done.returncode == 0, done.stderr
+        words = ["--device", "cpu", *arguments, "--run-dir", str(tmp_path / folder), *more]
+        on_ranks(ranks, run_here, script, *words)
         [*_, newest] = sorted((tmp_path / folder / "checkpoints").iterdir())
         return load_file(newest / "tensors.safetensors")
 
@@ -158,12 +154,12 @@ def test_weights_have_the_same_bits_on_any_ranks_and_after_a_resume(
 
 
 @pytest.mark.slow
-def test_the_pole_falls_less_often_and_the_spirals_come_nearer(tmp_path: Path) -> None:
-    played = run("ppo/train.py", "--updates", "20", "--device", "cpu", folder=EXAMPLES)
-    falls = [float(number) for number in re.findall(r"Falls in 1,000 steps: (\d+\.\d)", played.stdout)]
-    assert len(falls) == 2, played.stderr
+def test_the_pole_falls_less_often_and_the_spirals_come_nearer(on_ranks: OnRanks) -> None:
+    (played,) = on_ranks(1, run_here, "ppo/train.py", "--updates", "20", "--device", "cpu")
+    falls = [float(number) for number in re.findall(r"Falls in 1,000 steps: (\d+\.\d)", played)]
+    assert len(falls) == 2, played
     assert falls[-1] < 15  # 45 by chance
-    made = run("diffusion/train.py", "--epochs", "20", "--device", "cpu", folder=EXAMPLES)
-    near = [float(number) for number in re.findall(r"averaged weights: (\d+\.\d+)", made.stdout)]
-    assert len(near) == 2, made.stderr
+    (made,) = on_ranks(1, run_here, "diffusion/train.py", "--epochs", "20", "--device", "cpu")
+    near = [float(number) for number in re.findall(r"averaged weights: (\d+\.\d+)", made)]
+    assert len(near) == 2, made
     assert near[-1] < 0.007  # 0.011 for a cloud of the same spread

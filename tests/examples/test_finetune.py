@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from ddp_loop.distributed import Pool
 from tests.support.paths import EXAMPLES
-from tests.support.scripts import load, run
+from tests.support.scripts import run, run_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("D11")]
 
 FOLDER = EXAMPLES / "finetune"
-JOB = ["train.py", "--epochs", "1", "--texts", "96", "--device", "cpu"]
+JOB = ["finetune/train.py", "--epochs", "1", "--texts", "96", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +32,6 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def run_here(*arguments: str) -> None:
-    """Run the example on this rank."""
-    with mock.patch.object(sys, "argv", [*JOB, *arguments]):
-        load("finetune/train").main()
-
-
 def greet(*folders: str) -> tuple[int, list[torch.Tensor]]:
     """The parameters of exported models, and the logits of each for a greeting."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,7 +44,7 @@ def greet(*folders: str) -> tuple[int, list[torch.Tensor]]:
 
 def test_losses_are_those_of_one_process_on_two_and_three_ranks(pool_of_three: Pool, tmp_path: Path) -> None:
     for ranks in (1, 2, 3):
-        pool_of_three.run(run_here, ranks, "--dropout", "0", "--run-dir", str(tmp_path / str(ranks)))
+        pool_of_three.run(run_here, ranks, *JOB, "--dropout", "0", "--run-dir", str(tmp_path / str(ranks)))
     alone, *others = [losses(tmp_path / str(ranks)) for ranks in (1, 2, 3)]
     assert len(alone) == 6
     assert alone[-1] < alone[0] - 0.2  # it learns
@@ -65,7 +57,7 @@ def test_fixed_shards_give_the_same_bits_and_weights_come_home(pool_of_three: Po
     found = []
     for ranks in (1, 2, 3):
         options = ["--shards", "4", "--precision", "bf16", "--export", str(tmp_path / f"weights-{ranks}")]
-        pool_of_three.run(run_here, ranks, *options, "--run-dir", str(tmp_path / str(ranks)))
+        pool_of_three.run(run_here, ranks, *JOB, *options, "--run-dir", str(tmp_path / str(ranks)))
         found.append(losses(tmp_path / str(ranks)))
     assert found[1] == found[0]
     assert found[2] == found[0]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import sklearn.datasets  # noqa: F401  # its first import sets variables of the process; the examples import it
 import tqdm  # type: ignore[import-untyped]
 
-import ddp_loop as dl
 from tests.fake_cuda.build import environment
 from tests.support.files import write_mnist
 from tests.support.harness import OnRanks
 from tests.support.paths import EXAMPLES
+from tests.support.scripts import run_here
 
 pytestmark = [pytest.mark.covers("J18"), pytest.mark.slow]
 
@@ -52,21 +49,7 @@ SMALL = {
 WITHOUT_GPU = {"pooled_statistics.py": "its numbers are those of the CPU: it joins no world"}
 
 
-@contextlib.contextmanager
-def leaving_worlds() -> Iterator[None]:
-    """Leave the worlds that a script joins and never leaves, as the end of its process would."""
-    with contextlib.ExitStack() as worlds:
-        join = dl.join_world
-
-        def joined(*arguments: Any, **keywords: Any) -> Any:
-            world = join(*arguments, **keywords)
-            return world if arguments or keywords else worlds.enter_context(world)
-
-        with mock.patch.object(dl, "join_world", joined):
-            yield
-
-
-def run_here(script: str, words: str, folder: str) -> list[str]:
+def run_in_order(script: str, words: str, folder: str) -> list[str]:
     """Run an example on this rank; what was wrong with the order of streams and with late copies."""
     import fake_cuda_extension as device
 
@@ -76,11 +59,9 @@ def run_here(script: str, words: str, folder: str) -> list[str]:
     try:
         with (
             contextlib.chdir(folder),
-            leaving_worlds(),
-            mock.patch.object(sys, "argv", [script, *words.split()]),
             mock.patch.object(tqdm.tqdm, "monitor_interval", 0),  # `datasets` would leave its thread to the rank
         ):
-            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+            run_here(script, *words.split())
     finally:
         device.check_order(False)
     assert device.launches() > before + 20, "it did not run on the fake GPU"
@@ -94,7 +75,7 @@ def test_an_example_runs_on_gpus_and_its_streams_are_in_order(
     on_fake_gpus: OnRanks, tmp_path: Path, script: str, ranks: int
 ) -> None:
     write_mnist(tmp_path / "images", sizes=(64, 24))
-    assert on_fake_gpus(ranks, run_here, script, SMALL[script], str(tmp_path)) == [[]] * ranks
+    assert on_fake_gpus(ranks, run_in_order, script, SMALL[script], str(tmp_path)) == [[]] * ranks
 
 
 def test_a_sweep_gives_each_trial_a_gpu_and_its_streams_are_in_order(on_fake_gpus: OnRanks, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.harness import OnRanks
 from tests.support.paths import EXAMPLES, ROOT
-from tests.support.scripts import run
+from tests.support.scripts import run, run_here
 
 pytestmark = pytest.mark.covers("J12")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -31,14 +32,15 @@ def accuracy_of(output: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_example_trains_with_the_fastest_kernels_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+def test_the_example_trains_with_the_fastest_kernels_in_one_process_and_on_two_ranks(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
     """The same shards: the same bits."""
-    arguments = ["train.py", "--data", "handwritten", "--epochs", "2", "--shards", "2", *FASTEST, "--run-dir"]
+    arguments = ["digits/train.py", "--data", "handwritten", "--epochs", "2", "--shards", "2", *FASTEST, "--run-dir"]
     rows = []
-    for name, command in (("alone", arguments), ("together", [*TORCHRUN, *arguments])):
-        done = run(*command, str(tmp_path / name), folder=EXAMPLES / "digits")
-        assert done.returncode == 0, done.stderr
-        lines = (tmp_path / name / "rows.jsonl").read_text().splitlines()
+    for ranks in (1, 2):
+        on_ranks(ranks, run_here, *arguments, str(tmp_path / str(ranks)))
+        lines = (tmp_path / str(ranks) / "rows.jsonl").read_text().splitlines()
         rows.append([re.findall(r'"(?:loss|accuracy)": [^,}]*', line) for line in lines])
     assert len(rows[0]) > 20
     assert all(rows[0])

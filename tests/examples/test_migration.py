@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import re
-import runpy
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -23,6 +19,7 @@ import pytest
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.paths import DOCS, ROOT
+from tests.support.scripts import run_here
 
 SCRIPTS = "plain", "ddp", "accelerated", "fabric"
 SHOWN = "ddp", "accelerated"  # in the document; the others change alike
@@ -46,30 +43,12 @@ def difference(script: str, *options: str) -> str:
     return done.stdout
 
 
-@contextlib.contextmanager
-def leaving_worlds() -> Iterator[None]:
-    """Leave the worlds that a script joins, as the end of its process would."""
-    with contextlib.ExitStack() as worlds:
-        join = dl.join_world
-
-        def joined() -> dl.World:
-            return worlds.enter_context(join())
-
-        with mock.patch.object(dl, "join_world", joined):
-            yield
-
-
 def run_script(side: str, script: str, *arguments: str) -> str:
     """The output of a script on this rank."""
-    printed = io.StringIO()
-    with contextlib.ExitStack() as around:
-        around.enter_context(contextlib.chdir(around.enter_context(tempfile.TemporaryDirectory())))
-        around.enter_context(contextlib.redirect_stdout(printed))
-        around.enter_context(mock.patch.object(sys, "argv", [script, *arguments]))
-        around.enter_context(leaving_worlds())
-        runpy.run_path(str(ROOT / path_of(side, script)), run_name="__main__")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        printed = run_here(f"migrate/{side}/{script}.py", *arguments)
         assert set(os.listdir()) <= {"runs"}, "an example writes below its run folder only"
-    return printed.getvalue()
+    return printed
 
 
 def results_in(printed: str) -> list[Result]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_loop.cli import main
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -23,21 +23,24 @@ COMMANDS = {
 }
 
 
-def test_the_example_trains_and_the_commands_take_its_run(tmp_path: Path) -> None:
+def test_the_example_trains_and_the_commands_take_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "README.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "train.py").write_text(example.replace("dl.Loop(batches, 20,", "dl.Loop(batches, 1,"))
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def run(*words: str) -> str:
-        command = [sys.executable, "-m", "ddp_loop", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=TRAIN_S, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "'accuracy': " in run("run", "--ranks", "2", "train.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_loop", "run", "--ranks", "2", "train.py"],
+        capture_output=True,
+        text=True,
+        timeout=TRAIN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'accuracy': " in done.stdout
     for command, said in COMMANDS.items():
         assert command in text
-        assert said in run(*command.split()), command
+        assert main(command.split()) == 0
+        assert said in capsys.readouterr().out, command

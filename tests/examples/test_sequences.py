@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from tests.support.harness import OnRanks
-from tests.support.paths import EXAMPLES
-from tests.support.scripts import load, run
+from tests.support.scripts import run_here
 
-FOLDER = EXAMPLES / "sequences"
+SCRIPT = "sequences/train.py"
 SHORT = ("--cell", "gru", "--epochs", "2", "--shards", "2")
-
-
-def run_here(*arguments: str) -> str:
-    """What the example prints on this rank."""
-    printed = io.StringIO()
-    with mock.patch.object(sys, "argv", ["train.py", *arguments]), contextlib.redirect_stdout(printed):
-        load("sequences/train").main()
-    return printed.getvalue()
 
 
 def recalled(printed: str) -> float:
@@ -39,14 +26,12 @@ def recalled(printed: str) -> float:
 def test_the_carried_state_recalls_the_symbol_and_two_ranks_have_the_bits_of_one_process(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    alone, together = ([*SHORT, "--run-dir", str(tmp_path / name)] for name in ("alone", "together"))
-    done = run(*torchrun, *together, folder=FOLDER)
-    assert done.returncode == 0, done.stderr
     losses = []
-    for name, printed in (("alone", on_ranks(1, run_here, *alone)[0]), ("together", done.stdout)):
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        printed = on_ranks(ranks, run_here, SCRIPT, *SHORT, "--run-dir", str(folder))[0]
         assert recalled(printed) > 0.95
-        rows = [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         losses.append([row["loss"] for row in rows])
     assert len(losses[0]) == 2 * 109
     assert losses[0] == losses[1]
@@ -55,5 +40,5 @@ def test_the_carried_state_recalls_the_symbol_and_two_ranks_have_the_bits_of_one
 @pytest.mark.slow
 @pytest.mark.covers("D9")
 def test_without_the_carried_state_the_symbol_is_guessed(on_ranks: OnRanks) -> None:
-    (printed,) = on_ranks(1, run_here, *SHORT, "--forget")
+    (printed,) = on_ranks(1, run_here, SCRIPT, *SHORT, "--forget")
     assert abs(recalled(printed) - 0.25) < 0.05

@@ -20,8 +20,7 @@ from ddp_loop import networks
 from ddp_loop.accelerators import Cpu
 from examples.surface import train as example
 from tests.support.harness import OnRanks
-from tests.support.paths import EXAMPLES
-from tests.support.scripts import run
+from tests.support.scripts import run_here
 
 
 def arguments(*given: object) -> Any:
@@ -295,12 +294,11 @@ def test_both_devices_start_from_the_same_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("I4")
-def test_the_example_runs_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
-    command = ["train.py", "--steps", "30", "--side", "40", "--folder", str(tmp_path)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    alone, together = (run(*words, folder=EXAMPLES / "surface") for words in (command, [*torchrun, *command]))
-    assert (alone.returncode, together.returncode) == (0, 0), alone.stderr + together.stderr
-    found = [re.findall(r"(\d) ranks on \w+, .*: error (\d\.\d{4});", done.stdout) for done in (alone, together)]
+def test_the_example_runs_on_two_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    words = ["--steps", "30", "--side", "40", "--folder", str(tmp_path)]
+    (alone,) = on_ranks(1, run_here, "surface/train.py", *words)
+    together, other = on_ranks(2, run_here, "surface/train.py", *words)
+    found = [re.findall(r"(\d) ranks on \w+, .*: error (\d\.\d{4});", printed) for printed in (alone, together)]
     assert found[0][0][0] == "1"
     assert found[1][0] == ("2", found[0][0][1])
-    assert together.stdout.count(str(tmp_path)) == 1  # rank 0 alone draws
+    assert (str(tmp_path) in together, str(tmp_path) in other) == (True, False)  # rank 0 alone draws

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import ddp_loop as dl
+from ddp_loop.accelerators import Cpu
 from ddp_loop.distributed import Pool
 from ddp_loop.tracing import VerifyJob, verify
 from tests.support.paths import EXAMPLES
@@ -48,6 +54,36 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def leaving_worlds() -> Iterator[None]:
+    """Leave the worlds that a script joins and never leaves, as the end of its process would."""
+    with contextlib.ExitStack() as worlds:
+        join = dl.join_world
+
+        def joined(*arguments: Any, **keywords: Any) -> dl.World:
+            world = join(*arguments, **keywords)
+            return world if arguments or keywords else worlds.enter_context(world)
+
+        with mock.patch.object(dl, "join_world", joined):
+            yield
+
+
+def run_here(script: str, *words: str) -> str:
+    """Run an example as the main program of this rank; returns its output. It keeps the allocator as it is.
+
+    A new process for each rank needs 3 s to import torch alone.
+    """
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [script, *words]),
+        mock.patch.object(Cpu, "keep_memory"),
+        contextlib.redirect_stdout(printed),
+        leaving_worlds(),
+    ):
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return printed.getvalue()
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
