@@ -131,18 +131,20 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: in
     seed_streams(next_key(_of_purpose(seed, SHARD), step, shard, again), device)
 
 
-def seed_step(seed: int, step: int, device: torch.device) -> None:
+def seed_step(seed: int, step: int, device: torch.device, again: int = 0) -> None:
     """Seed Python's, NumPy's and torch's generators for the code after a step's shards.
 
-    The streams depend on (seed, step) alone, so all ranks draw the same numbers. `Step.fold` calls this; call it in a
-    step that you write yourself.
+    The streams depend on (seed, step, again) alone, so all ranks draw the same numbers. `Step.fold` calls this; call
+    it in a step that you write yourself.
 
     Args:
         seed: of the run, such as `world.seed`.
         step: the number of the step, counted from 1.
         device: whose torch generator is seeded, beside the CPU's.
+        again: the number of passes that the step made over its shards before this one.
     """
-    seed_streams(next_key(_of_purpose(seed, STEP), step), device)
+    words = (step, again) if again else (step,)
+    seed_streams(next_key(_of_purpose(seed, STEP), *words), device)
 
 
 def seed_epoch(seed: int, epoch: int, device: torch.device) -> None:

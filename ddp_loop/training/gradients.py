@@ -810,7 +810,8 @@ class Gradients:
                 "Gradients of a step's shards must stay as they are until its fold. That of "
                 f"{name} was taken away or changed. Leave zero_grad() out, since each step begins "
                 "without gradients; clip and scale after step.fold(); and backpropagate a further loss with "
-                "step.backward(loss, more_losses=True) before the last one, not with loss.backward()."
+                "step.backward(loss, more_losses=True) before the last one, not with loss.backward(). Take gradients "
+                "of anything else, such as inputs, by torch.autograd.grad."
             )
         return None
 

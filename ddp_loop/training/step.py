@@ -276,6 +276,7 @@ class Step:
         for buffer in job.structure.late.values():
             buffer.note()  # the script's changes since the last fold are no forward's
         job.announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
+        job.passes = self.passes
         if fold.current.opened_by not in (None, self):
             raise RuntimeError(
                 f"Only the newest step of a loop can be iterated and folded. Step {self.iteration} is over, and a pass "
@@ -1745,6 +1746,7 @@ class Job:
         structure: of the state's modules.
         gathering: shared by the passes with held outputs.
         announces: whether the current mini-batch has news for the other ranks.
+        passes: the number of passes of the step before the one that is open.
         seed: of the loop's random streams.
         resumed_streams: the states of the generators in the checkpoint, until the first step after it; else None.
     """
@@ -1757,6 +1759,7 @@ class Job:
     recorder: RunRecorder
     ahead: ReadAhead
     announces: bool = False
+    passes: int = 0
     gathering: GatherAgreement = field(default_factory=GatherAgreement)
     resumed_streams: tuple[Any, ...] | None = None
 
@@ -1889,4 +1892,4 @@ class Job:
             self.ahead.read()
             world.stage = "fold"
             world.step = iteration
-        seed_step(self.seed, iteration, world.device)
+        seed_step(self.seed, iteration, world.device, self.passes)

@@ -295,6 +295,10 @@ _CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "SqueezeBackward0", "Vi
 _SELECTIONS = frozenset({"IndexBackward0", "MaskedSelectBackward0"})
 _MOST_NODES = 64  # of a loss's graph: scaled losses are added, divided and cast
 _MOST_EXACT = 2**24  # numbers that float32 can count
+_OF_SEVERAL = (
+    " If another part of the loss is a mean over something else, step.hold the sums and counts of both instead, and "
+    "divide after step.gather()."
+)
 
 
 def refuse_other_means(loss: Node | None, samples: int, *, is_only: bool, has_weight: bool, reads: bool) -> None:
@@ -357,8 +361,8 @@ def _refuse_sum(node: Node, samples: int, *, is_alone: bool) -> None:
         raise ValueError(
             f"step.backward takes the shard's mean loss. This one is torch's sum (reduction=\"sum\") over {samples} "
             "samples, which would train differently on each number of ranks. Tell "
-            'step.backward(loss, reduction="sum"), or divide the loss by what it is over. Pass 1.0 * loss if it is a '
-            "mean all the same."
+            'step.backward(loss, reduction="sum") if the whole loss is a sum, or divide this one by what it is over. '
+            "Pass 1.0 * loss if it is a mean all the same."
         )
 
 
@@ -379,11 +383,12 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
         if is_alone:
             _refuse_rows(labels.numel(), samples, "labels")
         return
+    beside = "" if is_alone else _OF_SEVERAL
     if saved_by(node, "weight") is not None:
         raise ValueError(
             "This loss is a mean by class weights: it divides by the weights of the labels, not by their number, "
             "and would train differently on each number of ranks. Tell "
-            "step.backward(loss, weight=class_weights[labels].sum()), without ignored labels."
+            f"step.backward(loss, weight=class_weights[labels].sum()), without ignored labels.{beside}"
         )
     is_exact = divisor.dtype.itemsize >= torch.float32.itemsize and labels.numel() < _MOST_EXACT
     if reads and is_exact and divisor.item() < labels.numel():
@@ -391,7 +396,7 @@ def _refuse_partial_mean(node: Node, samples: int, *, is_alone: bool, reads: boo
             f"This loss is a mean over {divisor.item():.0f} of a shard's {labels.numel()} labels, since it ignores "
             "the others, and would train differently on each number of ranks. Tell "
             "step.backward(loss, weight=(labels != ignore_index).sum()), of the labels as the loss gets them, or "
-            f"weight={samples} if it is a mean over the samples all the same."
+            f"weight={samples} if it is a mean over the samples all the same.{beside}"
         )
 
 

@@ -58,16 +58,22 @@ def draw_in_two_passes() -> None:
     with dl.join_world(seed=5) as world:
         for step in loop_over(world, "", model := network(), shards=3):
             drawn = []
+            after = []
             for _ in range(2):
                 for rows in step:
                     drawn.append(torch.randn_like(rows))
                     step.backward(loss_of(model, rows))
                 step.fold()
+                after.append(torch.randn(3))
             for number, found in enumerate(drawn):
                 dl.seed_shard(5, step.iteration, number % 3, world.device, number // 3)
                 assert torch.equal(found, torch.randn_like(found))
             assert not is_same(drawn[:3], drawn[3:])
+            for number, found in enumerate(after):
+                dl.seed_step(5, step.iteration, world.device, number)
+                assert torch.equal(found, torch.randn_like(found))
+            assert not torch.equal(*after)
 
 
-def test_each_pass_over_a_shard_draws_numbers_of_its_own(on_ranks: OnRanks) -> None:
+def test_each_pass_over_a_shard_and_each_fold_draws_numbers_of_its_own(on_ranks: OnRanks) -> None:
     on_ranks(1, draw_in_two_passes)
