@@ -207,7 +207,8 @@ def try_out(sampler: BaseSampler, pruner: BasePruner | None, space: Space) -> No
                     trial.report(float(number + step), step)
                 if number == _TRIED:
                     trial.should_prune()
-                study.tell(trial, float(number))
+                else:  # a sweep does not call after_trial, which may want to stop the study
+                    study.tell(trial, float(number))
         except ImportError as error:
             raise ValueError(
                 f"The sampler or the pruner needs the package {error.name}. Run pip install {error.name}, or choose "
@@ -270,7 +271,8 @@ def _from_parameters(
     if not space:
         raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
     choices: dict[str, list[Scalar]] = {}
-    for name, values in space.items():
+    for name, given in space.items():
+        values = getattr(given, "choices", given)  # of Optuna's CategoricalDistribution
         if isinstance(values, Iterable) and not isinstance(values, Mapping | str):
             choices[name] = [_scalar(name, value) for value in values]
             if not choices[name]:
