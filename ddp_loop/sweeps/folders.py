@@ -88,7 +88,8 @@ def begun_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, A
 def _begin(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
     before = _read_before(folder, facts)
-    words = list(facts["job"].get("arguments", ()))
+    job = facts["job"]
+    words = [*job.get("arguments", ()), *(f"{name}={value}" for name, value in job.get("keywords", {}).items())]
     if hide_secrets(words) != words:  # workers need them, so the folder's files and its trials' have them
         folder.chmod(_PRIVATE)
     found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
