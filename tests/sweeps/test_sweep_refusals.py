@@ -169,3 +169,19 @@ def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["sweep", str(tmp_path / "missing.toml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert sorted(files(tmp_path)) == ["job.py", "sweep.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sweep.toml", "--trials", "20"], "--trials goes with again FOLDER. A file has trials = N"),
+        (["again", "s", "--on", "slurm"], "--on goes with FILE.toml or FOLDER alone. Got sweep again s --on"),
+        (["work", "s", "--on", "local"], "--on goes with FILE.toml or FOLDER alone"),
+        (["sweep.toml", "--workers", "8"], "--workers goes with --on"),
+        (["sweep.toml", "--slurm", "partition=gpu"], "--slurm goes with --on"),
+        (["work", "s", "--folder", "other"], "--folder goes with FILE.toml or work URL"),
+    ],
+)
+def test_options_that_would_not_count(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *words]) == 2
+    assert said in capsys.readouterr().err
