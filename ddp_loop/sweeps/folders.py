@@ -416,6 +416,8 @@ class ObjectiveReader:
 
     def missing(self) -> str:
         """Why there is no value, with the nearest name."""
+        if not self.names and not self._is_evaluated:
+            return "Its run folder has no rows. Pass run_dir to the Loop, or return the value from the function."
         own = () if self._is_evaluated else pass_weights(tuple(self.names)).values()
         beside = {"epoch", "iteration", "samples", "elapsed_s", "weight", "skipped", *own}
         known = [name for name in self.names if name not in beside]

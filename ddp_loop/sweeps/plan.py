@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.determinism import stream_key
+from ddp_loop.reporting import EVALUATION
 from ddp_loop.sweeps.folders import Objective
 from ddp_loop.sweeps.jobs import Job, Point, Scalar, nearest
 from ddp_loop.sweeps.storage import require_optuna, silent
@@ -113,6 +114,8 @@ def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
         raise ValueError(f"seed must be a whole number. Got {facts['seed']!r}.")
     if not isinstance(facts["objective"], str | None):
         raise ValueError(f'objective must be a text, such as "loss". Got {facts["objective"]!r}.')
+    if facts["objective"] is not None and facts["objective"].startswith("eval "):  # as tables show it
+        facts["objective"] = EVALUATION + facts["objective"].removeprefix("eval ")
     sampler = facts["sampler"]
     points = make_space(space, sampler, facts["trials"], facts["seed"])
     job.check(list(points.distributions))
