@@ -70,7 +70,7 @@ def test_an_objective_may_have_the_name_that_tables_show() -> None:
     assert plan.objective.name == plan.facts["objective"] == "evaluation.accuracy"
 
 
-def test_a_trial_whose_loop_did_not_get_its_run_folder_is_told_so(tmp_path: Path) -> None:
+def test_the_reason_of_a_trial_whose_loop_did_not_get_its_run_folder(tmp_path: Path) -> None:
     reader = ObjectiveReader(tmp_path, Objective("loss"))
     assert (reader.poll(), reader.value) == ([], None)
     assert reader.missing().startswith("Its run folder has no rows. Pass run_dir to the Loop")
