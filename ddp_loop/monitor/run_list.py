@@ -245,7 +245,8 @@ def parameters_of(given: dict[str, Any]) -> dict[str, Any]:
     """Return the scalars of a run's parameters, by name."""
     shown = {}
     for name, value in list(given.items())[:MOST_VALUES]:
-        if value is None or isinstance(value, bool) or finite(value) is not None:
+        is_exact = type(value) is not int or abs(value) < 2**53  # in a browser, which has floats alone
+        if value is None or isinstance(value, bool) or (finite(value) is not None and is_exact):
             shown[name] = value
         else:
             shown[name] = str(value)[:200]

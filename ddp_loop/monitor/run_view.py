@@ -180,7 +180,7 @@ class RunView:
                 problems.append(f"{tail.path.name}: {many} cannot be read, the first is line {tail.first_unreadable}")
             if tail.half and self._run.state not in ("running", "stopping"):
                 problems.append(f"{tail.path.name}: the last line is half-written and left out ({tail.half} bytes)")
-        for name, columns in ((ROWS, self._rows), (EVALUATIONS, self._evaluations)):
+        for name, columns in ((ROWS, self._rows), (EVALUATIONS, self._evaluations), (LOGGED, self._logged)):
             if columns.refused:
                 problems.append(f"{name}: {columns.refused} rows have no iteration and are left out")
             if columns.left_out:

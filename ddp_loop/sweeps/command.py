@@ -62,6 +62,7 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
 
 
 def _run(options: argparse.Namespace, say: Say) -> bool:
+    _refuse_unused(options)
     match options.words:
         case ["work", url] if "://" in url:
             return work(options.folder or folder_in(url), options.slots, url, say)
@@ -78,6 +79,21 @@ def _run(options: argparse.Namespace, say: Say) -> bool:
         f"sweep takes FILE.toml, work FOLDER, work URL or again FOLDER. Got {' '.join(options.words)}. "
         f"{nearest(options.words[0], ('work', 'again'))}".rstrip()
     )
+
+
+def _refuse_unused(options: argparse.Namespace) -> None:
+    """Raise ValueError if an option would not count."""
+    words = options.words
+    is_alone = len(words) == 1
+    for option, is_given, counts, where in (
+        ("--trials", options.trials is not None, words[0] == "again", "again FOLDER. A file has trials = N"),
+        ("--on", options.on is not None, is_alone, "FILE.toml or FOLDER alone"),
+        ("--workers", options.workers > 1, options.on is not None, "--on"),
+        ("--slurm", bool(options.slurm), options.on is not None, "--on"),
+        ("--folder", options.folder is not None, is_alone or "://" in words[-1], "FILE.toml or work URL"),
+    ):
+        if is_given and not counts:
+            raise ValueError(f"{option} goes with {where}. Got sweep {' '.join(words)} {option}. Leave it out.")
 
 
 def _numbers(text: str | None) -> list[int] | None:

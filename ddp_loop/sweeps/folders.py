@@ -88,7 +88,8 @@ def begun_folder(folder: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, A
 def _begin(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
     before = _read_before(folder, facts)
-    words = list(facts["job"].get("arguments", ()))
+    job = facts["job"]
+    words = [*job.get("arguments", ()), *(f"{name}={value}" for name, value in job.get("keywords", {}).items())]
     if hide_secrets(words) != words:  # workers need them, so the folder's files and its trials' have them
         folder.chmod(_PRIVATE)
     found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
@@ -415,6 +416,8 @@ class ObjectiveReader:
 
     def missing(self) -> str:
         """Why there is no value, with the nearest name."""
+        if not self.names and not self._is_evaluated:
+            return "Its run folder has no rows. Pass run_dir to the Loop, or return the value from the function."
         own = () if self._is_evaluated else pass_weights(tuple(self.names)).values()
         beside = {"epoch", "iteration", "samples", "elapsed_s", "weight", "skipped", *own}
         known = [name for name in self.names if name not in beside]

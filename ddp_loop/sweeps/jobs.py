@@ -66,6 +66,9 @@ class FunctionJob:
     def check(self, names: Sequence[str]) -> None:
         """Raise ValueError unless the job takes parameters of these names."""
         pack_call(self.function, (), dict(self.keywords))  # raises if new processes cannot get it
+        given = [*names, *self.keywords, RUN_DIR]
+        if twice := [name for name in given if given.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is given twice: by the space, by keywords= or by the sweep. Remove one.")
         try:
             taken = inspect.signature(self.function).parameters
         except (TypeError, ValueError):
@@ -81,8 +84,6 @@ class FunctionJob:
                 f"{function} has no parameter 'run_dir', which is the run folder of its trial. Add it, "
                 "and pass it on to Loop(run_dir=...)."
             )
-        if twice := [name for name in names if name in self.keywords or name == RUN_DIR]:
-            raise ValueError(f"{twice[0]!r} is in the space, and is given otherwise too. Remove it from one of them.")
 
     def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
         """Run a trial on this rank."""

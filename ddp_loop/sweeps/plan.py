@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.determinism import stream_key
+from ddp_loop.reporting import EVALUATION
 from ddp_loop.sweeps.folders import Objective
 from ddp_loop.sweeps.jobs import Job, Point, Scalar, nearest
 from ddp_loop.sweeps.storage import require_optuna, silent
@@ -113,6 +114,8 @@ def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
         raise ValueError(f"seed must be a whole number. Got {facts['seed']!r}.")
     if not isinstance(facts["objective"], str | None):
         raise ValueError(f'objective must be a text, such as "loss". Got {facts["objective"]!r}.')
+    if facts["objective"] is not None and facts["objective"].startswith("eval "):  # as tables show it
+        facts["objective"] = EVALUATION + facts["objective"].removeprefix("eval ")
     sampler = facts["sampler"]
     points = make_space(space, sampler, facts["trials"], facts["seed"])
     job.check(list(points.distributions))
@@ -207,7 +210,8 @@ def try_out(sampler: BaseSampler, pruner: BasePruner | None, space: Space) -> No
                     trial.report(float(number + step), step)
                 if number == _TRIED:
                     trial.should_prune()
-                study.tell(trial, float(number))
+                else:  # a sweep does not call after_trial, which may want to stop the study
+                    study.tell(trial, float(number))
         except ImportError as error:
             raise ValueError(
                 f"The sampler or the pruner needs the package {error.name}. Run pip install {error.name}, or choose "
@@ -270,7 +274,8 @@ def _from_parameters(
     if not space:
         raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
     choices: dict[str, list[Scalar]] = {}
-    for name, values in space.items():
+    for name, given in space.items():
+        values = getattr(given, "choices", given)  # of Optuna's CategoricalDistribution
         if isinstance(values, Iterable) and not isinstance(values, Mapping | str):
             choices[name] = [_scalar(name, value) for value in values]
             if not choices[name]:

@@ -16,7 +16,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_on
 from ddp_loop.monitor.continuing import command_of
 from ddp_loop.sweeps.folders import begun_folder
-from ddp_loop.sweeps.jobs import ScriptJob
+from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob
 from tests.support.refusals import loop_over, loss_of, network
 
 pytestmark = pytest.mark.covers("D1")
@@ -108,9 +108,16 @@ def test_the_secret_of_an_older_version_is_not_shown() -> None:
     assert lacks_secret({"start": ["python", "train.py"]}) == lacks_secret({}) == ""
 
 
-@pytest.mark.parametrize(("words", "mode"), [(["--api-key", SECRET], 0o700), (["--epochs", "3"], 0o755)])
-def test_the_folder_of_a_sweep_with_a_secret_is_the_user_s_alone(tmp_path: Path, words: list[str], mode: int) -> None:
-    job = ScriptJob(Path("train.py"), tuple(words)).facts
-    with usual_mask(0o022), begun_folder(tmp_path / "sweep", {"job": job, "objective": None}):
+@pytest.mark.parametrize(
+    ("job", "mode"),
+    [
+        (ScriptJob(Path("train.py"), ("--api-key", SECRET)), 0o700),
+        (ScriptJob(Path("train.py"), ("--epochs", "3")), 0o755),
+        (FunctionJob(train, {"api_key": SECRET}), 0o700),
+        (FunctionJob(train, {"max_tokens": 3}), 0o755),
+    ],
+)
+def test_the_folder_of_a_sweep_with_a_secret_is_the_user_s_alone(tmp_path: Path, job: Job, mode: int) -> None:
+    with usual_mask(0o022), begun_folder(tmp_path / "sweep", {"job": job.facts, "objective": None}):
         pass
     assert stat.S_IMODE((tmp_path / "sweep").stat().st_mode) == mode

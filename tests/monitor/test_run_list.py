@@ -210,6 +210,14 @@ def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(t
     assert (said["last"], said["best"]) == ({"loss": None, "accuracy": 0.4}, {"loss": 1.0, "accuracy": 0.9})
 
 
+def test_a_whole_number_that_a_browser_would_round_is_a_text(tmp_path: Path) -> None:
+    config = {"seed": 2**53 + 1, "below": -(2**63), "small": 2**53 - 1, "far": 1e100, "flag": True}
+    folder = write_run(tmp_path / "one", status="done")
+    (folder / "run.json").write_text(json.dumps({"config": config}))
+    said = runs_of(RunList([tmp_path]).look())["one"]["config"]
+    assert said == config | {"seed": "9007199254740993", "below": "-9223372036854775808"}
+
+
 def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", status="done")
     kinds = '{"parameters": 3, "config": 3, "attempts": [4], "status": ["x"], "value": "y", "began": "z"}'

@@ -14,6 +14,7 @@ import pytest
 
 from ddp_loop.checkpoint import RunFolder, ask_to_stop, is_running
 from ddp_loop.monitor.run_view import RunView
+from ddp_loop.monitor.series import MOST_COLUMNS
 from tests.support.harness import until
 from tests.support.serving import row, write_lines, write_run
 
@@ -40,6 +41,14 @@ PROFILE = {
     "ranks": [{"rank": rank, "step_s": 0.3, "phases": {"data": 0.1, "forward": 0.2}} for rank in range(2)],
     "hints": ["33 % of the step waits for data."],
 }
+
+
+def test_names_beyond_those_that_a_card_shows_are_counted_in_each_file(run: Path) -> None:
+    many = {f"norm/{number}": 1.0 for number in range(MOST_COLUMNS + 3)}
+    for name in ("evaluations.jsonl", "logged.jsonl"):
+        write_lines(run / name, [{"epoch": 1, "iteration": 10, **many}])
+    problems = RunView("one", run).summary()["problems"]
+    assert problems == [f"{name}: 3 more metrics are left out" for name in ("evaluations.jsonl", "logged.jsonl")]
 
 
 def test_a_damaged_profile_is_left_out_and_a_large_one_cut(run: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.sweeps.folders import Objective, ObjectiveReader
+from ddp_loop.sweeps.jobs import FunctionJob
+from ddp_loop.sweeps.plan import make_plan
+from tests.support.trials import trivial
 
 
 def write(path: Path, *rows: dict[str, object]) -> None:
@@ -60,3 +63,14 @@ def test_evaluations_are_reported_one_by_one(tmp_path: Path) -> None:
     write(tmp_path / "evaluations.jsonl", {"iteration": 3, "accuracy": 0.5}, {"iteration": 7, "accuracy": None})
     assert str(reader.poll()) == "[(3, 0.5), (7, nan)]"
     assert "The results of dl.evaluate have no 'accuracy'" in reader.missing()
+
+
+def test_an_objective_may_have_the_name_that_tables_show() -> None:
+    plan = make_plan(FunctionJob(trivial), {"x": [1]}, {"objective": "eval accuracy"})
+    assert plan.objective.name == plan.facts["objective"] == "evaluation.accuracy"
+
+
+def test_the_reason_of_a_trial_whose_loop_did_not_get_its_run_folder(tmp_path: Path) -> None:
+    reader = ObjectiveReader(tmp_path, Objective("loss"))
+    assert (reader.poll(), reader.value) == ([], None)
+    assert reader.missing().startswith("Its run folder has no rows. Pass run_dir to the Loop")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.distributions import CategoricalDistribution
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
@@ -47,6 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
         ({"rate": [float("nan")]}, {}, "A value of rate must be finite. Got nan"),
         ({"rate": {"low": 0, "high": float("inf")}}, {}, "A value of rate must be finite. Got inf"),
         ({"rate": ["a", object()]}, {}, "A value of rate must be a number, a text, a bool or None"),
+        ({"rate": CategoricalDistribution([float("nan")])}, {}, "A value of rate must be finite. Got nan"),
         ({"rate": [1]}, {"sampler": "tpo"}, "sampler must be one of grid, random, tpe"),
         ({"rate": [1]}, {"sampler": "CmaESSampler", "trials": 3}, "Got 'CmaESSampler'. Did you mean 'CmaEsSampler'?"),
         ({"rate": [1]}, {"sampler": "GridSampler", "trials": 3}, "GridSampler cannot be made by its name alone"),
@@ -62,7 +64,9 @@ def files(folder: Path) -> dict[str, bytes]:
         ({"rate": [1]}, {"storage": "sqlite:////no/such/folder/x.db"}, "unable to open database file). Check that its"),
         ({"rate": [1]}, {"storage": "postgresql+psycopg://u:secret@127.0.0.1:1/x"}, "u:***@127.0.0.1:1/x cannot be"),
         ({"rate": [1]}, {"storage": "mysql+mysqlconnector://u@h/x"}, "needs a driver"),
-        ({"rate": [1]}, {"keywords": {"rate": 2}}, "'rate' is in the space, and is given otherwise too"),
+        ({"rate": [1]}, {"keywords": {"rate": 2}}, "'rate' is given twice"),
+        ({"run_dir": ["a"]}, {}, "'run_dir' is given twice: by the space, by keywords= or by the sweep. Remove one"),
+        ({"rate": [1]}, {"keywords": {"run_dir": "a"}}, "'run_dir' is given twice"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(space: Any, keywords: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -165,3 +169,19 @@ def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["sweep", str(tmp_path / "missing.toml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert sorted(files(tmp_path)) == ["job.py", "sweep.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sweep.toml", "--trials", "20"], "--trials goes with again FOLDER. A file has trials = N"),
+        (["again", "s", "--on", "slurm"], "--on goes with FILE.toml or FOLDER alone. Got sweep again s --on"),
+        (["work", "s", "--on", "local"], "--on goes with FILE.toml or FOLDER alone"),
+        (["sweep.toml", "--workers", "8"], "--workers goes with --on"),
+        (["sweep.toml", "--slurm", "partition=gpu"], "--slurm goes with --on"),
+        (["work", "s", "--folder", "other"], "--folder goes with FILE.toml or work URL"),
+    ],
+)
+def test_options_that_would_not_count(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -18,7 +18,7 @@ from ddp_loop.reporting import ask_for
 from ddp_loop.sweeps.command import _plan_of
 from ddp_loop.sweeps.folders import Objective, read_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, ScriptJob
-from ddp_loop.sweeps.plan import make_space
+from ddp_loop.sweeps.plan import make_plan, make_space
 from ddp_loop.sweeps.results import TrialResult, say_results
 from ddp_loop.sweeps.running import left_s
 from tests.support.paths import ROOT
@@ -162,6 +162,11 @@ def test_a_sampler_draws_the_same_points_in_each_sweep(sampler: Any, tmp_path: P
     )
     assert one == other
     assert len(set(one)) > 1
+
+
+def test_a_sampler_that_stops_optuna_s_own_loop_after_its_last_point_is_taken() -> None:
+    plan = make_plan(FunctionJob(trivial), {"x": [1, 2]}, {"sampler": "BruteForceSampler", "trials": 2})
+    assert plan.space.sampler == "BruteForceSampler"
 
 
 @pytest.mark.covers("F2")
