@@ -42,11 +42,12 @@ from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.process_group import forget_failed_starts
-from ddp_loop.distributed.processes import LineHook, children_except, end_daemons, end_with_parent, set_line
+from ddp_loop.distributed.processes import LineHook, children_except, end_daemons, set_line
 from ddp_loop.elastic import (
     GRACE_S,
     LOOPBACK,
     PEER_FAILED_EXIT,
+    end_with_parent,
     flush_output,
     host_store,
     is_stopped,
@@ -326,6 +327,8 @@ def pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords
     try:
         call = pack((function, arguments, keywords))
     except Exception as error:
+        if has_cloudpickle():
+            remedy = "Make it inside the function."
         raise TypeError(
             f"The function and its arguments are pickled for each rank. These cannot be pickled ({error}). {remedy}"
         ) from error

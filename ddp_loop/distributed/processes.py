@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,6 +18,7 @@ from ddp_loop.elastic import (
     PEER_FAILED_EXIT,
     UNSAVED_EXIT,
     cut_text,
+    end_with_parent,
     flush_output,
     is_reported,
     leave_error,
@@ -28,28 +27,13 @@ from ddp_loop.elastic import (
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_PR_SET_PDEATHSIG = 1
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
 _SHOWN_LETTERS = 2_000  # of a peer's error; the failed rank prints the whole
 _LINE = "_ddp_loop_line"  # of an exception
 
 
-def end_with_parent(parent: int, code: int) -> bool:
-    """Have the kernel kill this process when the parent's thread that started it dies; False where it cannot.
-
-    Args:
-        parent: its process id.
-        code: ends this process if the parent has died meanwhile.
-    """
-    if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        return False
-    if os.getppid() != parent:
-        os._exit(code)
-    return True
-
-
 def follow_launcher() -> None:
-    """End this process when its launcher is killed, and leave errors to a launcher that prints them.
+    """End this process when torchrun is killed, and leave errors to a launcher that prints them.
 
     `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
     """

@@ -253,6 +253,9 @@ class TwoLevelFlatSum:
             self._between.collect()
             self._own.copy_(rows[0][: len(self._own)])
         self._local.finish(self._local.start_broadcast(self._own, STEP))
+        for first, *_ in self._sent[1:]:
+            if first is not self._own:
+                first.fill_(IDENTITY)  # a later pass writes gradients there, but no tail
 
     def collect(self) -> None:
         self._sent = []

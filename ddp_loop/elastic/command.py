@@ -57,7 +57,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
     if "OMP_NUM_THREADS" not in os.environ and options.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, with a warning
     start = [*(typed or [sys.executable, "-m", "ddp_loop", "run", *arguments])]
-    os.environ[START] = json.dumps({"argv": start, "directory": os.getcwd()})
+    os.environ[START] = json.dumps({"argv": start, "directory": os.getcwd(), "process": os.getpid()})
 
     from torch.distributed.run import config_from_args
 

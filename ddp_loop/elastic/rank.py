@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import ctypes
 import json
 import linecache
 import os
@@ -22,14 +23,29 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-from ddp_loop.elastic.process_states import INTERRUPTED_EXIT
+from ddp_loop.elastic.process_states import INTERRUPTED_EXIT, PEER_FAILED_EXIT
 
 START = "DDP_LOOP_START"  # in the ranks' environment: how `run` was started
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's error
 ADVICE = ".advice"  # added to the name of that file
 _REPORTED = "_ddp_loop_is_reported"  # of an exception
 MOST_LETTERS = 8000  # of an error that a launcher prints
+_PR_SET_PDEATHSIG = 1
 _OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "__main__.py"))
+
+
+def end_with_parent(parent: int, code: int) -> bool:
+    """Have the kernel kill this process when the parent's thread that started it dies; False where it cannot.
+
+    Args:
+        parent: its process id.
+        code: ends this process if the parent has died meanwhile.
+    """
+    if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        return False
+    if os.getppid() != parent:
+        os._exit(code)
+    return True
 
 
 def run_as_main(words: Sequence[str]) -> None:
@@ -38,6 +54,8 @@ def run_as_main(words: Sequence[str]) -> None:
     Args:
         words: the script and its arguments, or "-m", the module and its arguments.
     """
+    with suppress(KeyError):  # without a launcher
+        end_with_parent(json.loads(os.environ[START])["process"], PEER_FAILED_EXIT)
     sys.excepthook = show_unless_reported
     atexit.register(_end_if_reported)  # the first one runs last
     os.register_at_fork(after_in_child=lambda: os.environ.pop(_FILE, None))  # its error is not the rank's

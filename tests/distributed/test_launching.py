@@ -486,3 +486,6 @@ def test_a_function_without_a_name_runs_with_cloudpickle(pool: Pool) -> None:
     pytest.importorskip("cloudpickle", reason="needs the extra ddp_loop[notebook]")
     three = 3
     assert pool.run(lambda: three, 2) == [3, 3]
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=re.escape("lock' object). Make it inside the function.")):
+        pool.run(lambda: lock, 2)

@@ -13,6 +13,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.distributed import padded
 from ddp_loop.distributed.two_levels import TwoLevelBackend
+from ddp_loop.training.buckets import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import digest, make_flat_sum, on_machines, values
 from tests.support.harness import FAULT_S, OnRanks, caught
@@ -57,6 +58,25 @@ def test_flat_sums_have_the_same_bits_every_way(shards: tuple[int, ...], ranks: 
     assert wanted == [wanted[0]] * ranks
     for machines in CUTS[ranks]:
         assert on_ranks(ranks, flat_sums, shards, machines) == wanted, machines
+
+
+def tails() -> list[float]:
+    """The last value of two sums of the same rows, of which each rank sets it in its first row alone."""
+    found = []
+    with on_machines(1, 2), dl.join_world(exchange="memory") as world:
+        order = tree_order(6, world.size, world.rank)
+        whole = FlatAllReduce(world, order, 8, torch.float32, world.device)
+        rows = [torch.full((8,), -0.0) for _ in range(2)]
+        for _ in range(2):
+            rows[0][7] = 10.0**world.rank
+            whole.start(rows)
+            finish_all([whole], world)
+            found.append(float(rows[0][7]))
+    return found
+
+
+def test_a_tail_is_added_up_once_where_a_machine_sends_several_sums(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, tails) == [[111.0, 111.0]] * 3
 
 
 # -- other collectives -------------------------------------------------------------------------------------

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import py_compile
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ddp_loop.elastic import PEER_FAILED_EXIT
+from tests.support.harness import until
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
@@ -162,3 +166,28 @@ def test_an_exit_is_the_script_s(value: object, code: int, said: str, lab: Path)
     (lab / "exit.py").write_text(f"import sys\nsys.exit({value!r})\n")
     rank = python(lab, "-m", "ddp_loop.elastic", "exit.py", error_file=lab / "error.json")
     assert (rank.returncode, rank.stderr) == (code, said)
+
+
+def test_a_rank_ends_with_its_launcher_before_it_joins(lab: Path) -> None:
+    (lab / "wait.py").write_text(
+        "import os, time\nopen('began', 'x').close()\nwhile not os.path.exists('end'):\n    time.sleep(0.02)\n"
+    )
+    (lab / "launcher.py").write_text(
+        "import json, os, subprocess, sys\n"
+        "start = json.dumps({'argv': [], 'directory': '', 'process': os.getpid()})\n"
+        "command = [sys.executable, '-m', 'ddp_loop.elastic', 'wait.py']\n"
+        "subprocess.run(command, env={**os.environ, 'DDP_LOOP_START': start})\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "launcher.py"], cwd=lab, env=variables, stdout=subprocess.PIPE) as launcher:
+        try:
+            until((lab / "began").exists, "the rank has begun")
+            launcher.send_signal(signal.SIGKILL)
+            pipe = launcher.stdout or 0  # which the rank has too
+            until(lambda: select.select([pipe], [], [], 0)[0], "the rank has ended")
+        finally:
+            (lab / "end").touch()
+            launcher.kill()
+    late = {**variables, "DDP_LOOP_START": json.dumps({"process": launcher.pid})}  # which has ended
+    command = [sys.executable, "-m", "ddp_loop.elastic", "wait.py"]
+    assert subprocess.run(command, cwd=lab, env=late, timeout=60, check=False).returncode == PEER_FAILED_EXIT
