@@ -8,6 +8,7 @@ All is float64 but a layer of one network, and gradients, values, buffers and wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from benchmarks.payload import travelling
 from tests.support.cases import CASES, SPOILING, Case, make, make_data
+from tests.support.exchanges import on_machines
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.on_gpus_too
@@ -179,6 +181,7 @@ class Job:
     network: str
     loss: str = "mean"
     ranks: int = 2
+    machines: tuple[int, ...] = ()  # with so many ranks each; one without it
     shards: int | None = None  # fixed ones
     shares: tuple[int, ...] | None = None  # of the ranks
     batch_size: int = 6
@@ -204,7 +207,7 @@ class Job:
 
     def after(self, step: int) -> Job:
         """The job of what follows a step."""
-        return replace(self, ranks=self.then_ranks, shares=None) if 0 < self.stop_after <= step else self
+        return replace(self, ranks=self.then_ranks, machines=(), shares=None) if 0 < self.stop_after <= step else self
 
     def is_held(self, step: int) -> bool:
         """Whether the loss of a step needs all outputs."""
@@ -246,6 +249,7 @@ def jobs(draw: st.DrawFn) -> Job:
         network=network,
         loss=loss,
         ranks=ranks,
+        machines=draw(st.sampled_from(((), (1, 2), (2, 1)))) if ranks == 3 else (),
         shards=shards,
         shares=None if shards is not None and (is_synced or shards < ranks) else draw(st.none() | shares),
         batch_size=batch_size,
@@ -284,6 +288,7 @@ JOBS_OF_INTEREST = [
     Job("batch norm 1d", ranks=3, is_synced=True, loss="weights", samples=14),
     Job("unusual uses", ranks=3),
     Job("unusual uses", shards=5, loss="several"),
+    Job("no batch norm", ranks=3, machines=(1, 2), shards=6, loss="weights"),
     Job("a branch with few rows", ranks=1, batch_size=1, recomputed="not reentrant", scaler="in a hook"),
     Job("batch norm 1d", is_synced=True, recomputed="not reentrant", loss="several", shares=(0, 1)),
     Job("batch norm 1d", is_synced=True, recomputed="not reentrant", loss="held", shares=(0, 1)),
@@ -413,7 +418,9 @@ def make_loop(job: Job, trained: Trained, world: dl.World, folder: str | None) -
 def train(job: Job, folder: str | None = None) -> list[Outcome]:
     """By ddp_loop; with a run folder until it is left, or from there to the end."""
     outcomes = []
-    with travelling(moments=job.moments), dl.join_world(seed=0) as world:
+    is_cut = job.machines and not torch.cuda.is_available()  # the local rank chooses the GPU
+    places = on_machines(*job.machines) if is_cut else nullcontext()
+    with places, travelling(moments=job.moments), dl.join_world(seed=0) as world:
         trained = Trained(job)
         with torch.no_grad():
             for parameter in trained.parameters.values():
@@ -709,7 +716,9 @@ def test_any_job_that_is_left_and_resumed_on_other_ranks_equals_the_plain_loop(
 @given(job=jobs(), is_float32=st.booleans())
 def test_any_job_with_one_shard_has_the_bits_of_the_plain_loop(job: Job, is_float32: bool) -> None:
     assume(job.loss != "several")  # torch adds up the gradients of two uses in another order
-    job = replace(job, ranks=1, shards=1, shares=None, is_float32=is_float32 and job.network not in DTYPES_OF_ITS_OWN)
+    job = replace(
+        job, ranks=1, machines=(), shards=1, shares=None, is_float32=is_float32 and job.network not in DTYPES_OF_ITS_OWN
+    )
     assert bits(train(job)) == bits(train_plainly(job, order_of(job)))
 
 
@@ -721,6 +730,7 @@ def test_any_job_with_fixed_shards_has_the_same_bits_on_any_number_of_ranks(
 ) -> None:
     shares = None if shards < job.ranks else job.shares
     job = replace(job, shards=shards, shares=shares, is_synced=False)
-    other = replace(job, ranks=ranks, shares=None, bucket_cap_mib=bucket_cap_mib)
-    found = {bits(outcomes) for one in (job, other) for outcomes in on_ranks(one.ranks, train, one)}
+    other = replace(job, ranks=ranks, machines=(), shares=None, bucket_cap_mib=bucket_cap_mib)
+    trained = [outcomes for one in (job, other) for outcomes in on_ranks(one.ranks, train, one)]
+    found = {(bits(outcomes), repr([one.values for one in outcomes])) for outcomes in trained}
     assert len(found) == 1
