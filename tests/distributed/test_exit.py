@@ -95,6 +95,9 @@ def test_a_script_without_with_that_raises_ends_as_any_other(start_python: Start
 
 def join_a_group_without_a_cpu() -> tuple[str, str, float]:
     dist.init_process_group("cuda:gloo")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"joined by {dist.get_rank()}", "")
+    store.wait([f"joined by {rank}" for rank in range(dist.get_world_size())])  # it may still connect to this rank
     try:
         return caught(dl.join_world)
     finally:
