@@ -152,19 +152,16 @@ def connect_all(addresses: dict[int, tuple[str, int]], token: str) -> tuple[dict
     Returns:
         The connections by rank; and by rank why there is none.
     """
-
-    def one(rank: int) -> socket.socket | str:
+    with ThreadPoolExecutor(64) as threads:
+        tries = {rank: threads.submit(connect, address, rank, token) for rank, address in addresses.items()}
+    connections = {}
+    why = {}
+    for rank, tried in tries.items():
         try:
-            return connect(addresses[rank], rank, token)
+            connections[rank] = tried.result()
         except OSError as error:
-            return error.strerror or str(error)
-
-    with ThreadPoolExecutor(max(1, min(64, len(addresses)))) as threads:
-        found = dict(zip(addresses, threads.map(one, addresses), strict=True))
-    return (
-        {rank: one for rank, one in found.items() if isinstance(one, socket.socket)},
-        {rank: one for rank, one in found.items() if isinstance(one, str)},
-    )
+            why[rank] = error.strerror or str(error)
+    return connections, why
 
 
 def measure(connection: socket.socket) -> Link:
