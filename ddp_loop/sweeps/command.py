@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import read_json
+from ddp_loop.checkpoint import forget_stop, read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
-from ddp_loop.sweeps.folders import STUDY, forget_stop, read_sweep
+from ddp_loop.sweeps.folders import STUDY, read_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, nearest, read_job
 from ddp_loop.sweeps.plan import OBJECT, USUAL, SweepPlan, make_plan
 from ddp_loop.sweeps.results import GOOD, begun, has_failed, help_sweep, run_sweep
