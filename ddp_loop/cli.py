@@ -476,28 +476,28 @@ def _best(options: argparse.Namespace) -> bool:
     return best_run(options.folder, _say, by=options.by, highest=options.highest)
 
 
-def _check_script(script: Path, error: type[Exception]) -> None:
+def _announce(script: Path) -> None:
+    """Say what becomes of a script, which must be a file."""
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
-        raise error(f"SCRIPT must be a Python file. {script} {what}. Check its path.")
+        raise ValueError(f"SCRIPT must be a Python file. {script} {what}. Check its path.")
+    _say(f"{script} {TO_ITS_END}")
 
 
 def _verify(options: argparse.Namespace) -> bool:
-    from ddp_loop.tracing import CannotVerify, VerifyJob, verify
+    from ddp_loop.tracing import VerifyJob, verify
 
-    _check_script(options.script, CannotVerify)
-    _say(f"{options.script} {TO_ITS_END}")
+    _announce(options.script)
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
     return verify(job, options.ranks, _say)
 
 
 def _profile(options: argparse.Namespace) -> bool:
     from ddp_loop.accelerators import gpu_count
-    from ddp_loop.profiling import CannotProfile, profile
+    from ddp_loop.profiling import profile
 
-    _check_script(options.script, CannotProfile)
+    _announce(options.script)
     ranks = options.ranks or gpu_count() or 2
-    _say(f"{options.script} {TO_ITS_END}")
     profile(options.script, ranks, options.arguments, _say, steps=options.steps, traces=options.trace)
     return True
 
