@@ -144,7 +144,9 @@ def _version() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ddp_loop.elastic import program_name
+    from ddp_loop.elastic import add_run, program_name
+    from ddp_loop.hosts import add_hosts
+    from ddp_loop.sweeps import add_sweep
 
     program = program_name()
     parser = _Parser(
@@ -176,11 +178,13 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(call=call)
         return command
 
-    _add_launches(add)
+    add_run(add)
+    add_sweep(add, _count, _say)
+    add_hosts(add, _say)
     add("devices", _devices, "show the devices of this machine", f"{EQUAL} always")
-    _add_comparisons(add)
+    _add_checks(add)
     _add_folders(add)
-    _add_export(add)
+    _add_outputs(add)
     _add_runs(add)
     return parser
 
@@ -227,8 +231,8 @@ def completion_of(shell: str) -> str:
     return script
 
 
-def _add_comparisons(add: Callable[..., Any]) -> None:
-    one = add(
+def _add_checks(add: Callable[..., Any]) -> None:
+    verify = add(
         "verify",
         _verify,
         "run a script on several numbers of ranks and compare the results",
@@ -236,19 +240,32 @@ def _add_comparisons(add: Callable[..., Any]) -> None:
         note=f"The script {TO_ITS_END} {HOW_TO_KEEP}",
         usage="%(prog)s SCRIPT [--ranks 1,2,3] [--steps K] [--tolerance T] [--timeout-s S] [-- SCRIPT'S ARGUMENTS]",
     )
-    one.add_argument("script", type=Path, metavar="SCRIPT")
-    one.add_argument("--ranks", type=_ranks, default=[1, 2, 3], metavar="1,2,3", help="the first is the reference")
-    one.add_argument("--steps", type=_count, default=5, metavar="K", help="steps of each Loop (default: 5)")
-    one.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds for each run (default: 600)")
-    one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
-    _add_profile(add)
-    two = add(
+    verify.add_argument("script", type=Path, metavar="SCRIPT")
+    verify.add_argument("--ranks", type=_ranks, default=[1, 2, 3], metavar="1,2,3", help="the first is the reference")
+    verify.add_argument("--steps", type=_count, default=5, metavar="K", help="steps of each Loop (default: 5)")
+    verify.add_argument(
+        "--timeout-s", type=_count, default=600, metavar="S", help="seconds for each run (default: 600)"
+    )
+    verify.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
+    profile = add(
+        "profile",
+        _profile,
+        "run a script and show where the time of a step goes on each rank",
+        f"{EQUAL} measured, {FAILED} the script failed or made no step",
+        note=f"The script {TO_ITS_END} {HOW_TO_KEEP}",
+        usage="%(prog)s SCRIPT [--ranks N] [--steps K] [--trace FOLDER] [-- SCRIPT'S ARGUMENTS]",
+    )
+    profile.add_argument("script", type=Path, metavar="SCRIPT")
+    profile.add_argument("--ranks", type=_count, metavar="N", help="number of ranks (default: the GPUs, or 2)")
+    profile.add_argument("--steps", type=_count, default=20, metavar="K", help="steps to measure (default: 20)")
+    profile.add_argument("--trace", type=Path, metavar="FOLDER", help="also write a Chrome trace of each rank there")
+    diff = add(
         "diff",
         _diff,
         "show the first step and tensor in which two runs differ",
         f"{EQUAL} the same bits, {UNEQUAL} different bits, {FAILED} the runs cannot be compared",
     )
-    two.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folders of Loop(run_dir=..., trace=True)")
+    diff.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folders of Loop(run_dir=..., trace=True)")
 
 
 def _add_folders(add: Callable[..., Any]) -> None:
@@ -278,17 +295,6 @@ def _add_folders(add: Callable[..., Any]) -> None:
     three.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
     three.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
     three.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
-    _add_plot(add)
-
-
-def _add_launches(add: Callable[..., Any]) -> None:
-    from ddp_loop.elastic import add_run
-    from ddp_loop.hosts import add_hosts
-    from ddp_loop.sweeps import add_sweep
-
-    add_run(add)
-    add_sweep(add, _count, _say)
-    add_hosts(add, _say)
 
 
 def _devices(options: argparse.Namespace) -> bool:
@@ -312,55 +318,37 @@ def _plot(options: argparse.Namespace) -> bool:
     return _show(True, map(str, compare(options.runs, options.output or Path("pictures"), style)))
 
 
-def _add_export(add: Callable[..., Any]) -> None:
-    command = add(
-        "export",
-        _export,
-        "write the weights of a run's newest or best checkpoint to a safetensors file",
-        f"{EQUAL} written, {FAILED} there is no such checkpoint or part, or the file cannot be written",
-    )
-    command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...), or of a checkpoint")
-    command.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="such as model.safetensors")
-    command.add_argument("--best", action="store_true", help="the checkpoint with the lowest score, not the newest")
-    command.add_argument("--checkpoint", metavar="NAME", help="the checkpoint of this name, such as step-00000120")
-    command.add_argument("--part", default="model", metavar="NAME", help="of Loop(state=...) (default: model)")
-
-
-def _add_plot(add: Callable[..., Any]) -> None:
-    command = add(
+def _add_outputs(add: Callable[..., Any]) -> None:
+    plot = add(
         "plot",
         _plot,
         "draw the loss and metrics of a run, or of several over each other, as PNG and SVG",
         f"{EQUAL} drawn, {FAILED} there are no rows, or matplotlib is missing",
     )
-    command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of Loop(run_dir=...)")
-    command.add_argument(
+    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of Loop(run_dir=...)")
+    plot.add_argument(
         "-o", "--output", type=Path, metavar="FOLDER", help="for pictures (default: in the run, of several pictures/)"
     )
-    command.add_argument("--title", metavar="TEXT", help="above the curves (default: the run's name)")
-    command.add_argument(
+    plot.add_argument("--title", metavar="TEXT", help="above the curves (default: the run's name)")
+    plot.add_argument(
         "--smooth",
         type=_count,
         default=0,
         metavar="STEPS",
         help="draw exponential means over so many steps, and the rows pale",
     )
-    command.add_argument("--log", action="store_true", help="logarithmic scale (default: where values span much)")
-
-
-def _add_profile(add: Callable[..., Any]) -> None:
-    command = add(
-        "profile",
-        _profile,
-        "run a script and show where the time of a step goes on each rank",
-        f"{EQUAL} measured, {FAILED} the script failed or made no step",
-        note=f"The script {TO_ITS_END} {HOW_TO_KEEP}",
-        usage="%(prog)s SCRIPT [--ranks N] [--steps K] [--trace FOLDER] [-- SCRIPT'S ARGUMENTS]",
+    plot.add_argument("--log", action="store_true", help="logarithmic scale (default: where values span much)")
+    export = add(
+        "export",
+        _export,
+        "write the weights of a run's newest or best checkpoint to a safetensors file",
+        f"{EQUAL} written, {FAILED} there is no such checkpoint or part, or the file cannot be written",
     )
-    command.add_argument("script", type=Path, metavar="SCRIPT")
-    command.add_argument("--ranks", type=_count, metavar="N", help="number of ranks (default: the GPUs, or 2)")
-    command.add_argument("--steps", type=_count, default=20, metavar="K", help="steps to measure (default: 20)")
-    command.add_argument("--trace", type=Path, metavar="FOLDER", help="also write a Chrome trace of each rank there")
+    export.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...), or of a checkpoint")
+    export.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="such as model.safetensors")
+    export.add_argument("--best", action="store_true", help="the checkpoint with the lowest score, not the newest")
+    export.add_argument("--checkpoint", metavar="NAME", help="the checkpoint of this name, such as step-00000120")
+    export.add_argument("--part", default="model", metavar="NAME", help="of Loop(state=...) (default: model)")
 
 
 def _add_runs(add: Callable[..., Any]) -> None:
@@ -488,28 +476,28 @@ def _best(options: argparse.Namespace) -> bool:
     return best_run(options.folder, _say, by=options.by, highest=options.highest)
 
 
-def _check_script(script: Path, error: type[Exception]) -> None:
+def _announce(script: Path) -> None:
+    """Say what becomes of a script, which must be a file."""
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
-        raise error(f"SCRIPT must be a Python file. {script} {what}. Check its path.")
+        raise ValueError(f"SCRIPT must be a Python file. {script} {what}. Check its path.")
+    _say(f"{script} {TO_ITS_END}")
 
 
 def _verify(options: argparse.Namespace) -> bool:
-    from ddp_loop.tracing import CannotVerify, VerifyJob, verify
+    from ddp_loop.tracing import VerifyJob, verify
 
-    _check_script(options.script, CannotVerify)
-    _say(f"{options.script} {TO_ITS_END}")
+    _announce(options.script)
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
     return verify(job, options.ranks, _say)
 
 
 def _profile(options: argparse.Namespace) -> bool:
     from ddp_loop.accelerators import gpu_count
-    from ddp_loop.profiling import CannotProfile, profile
+    from ddp_loop.profiling import profile
 
-    _check_script(options.script, CannotProfile)
+    _announce(options.script)
     ranks = options.ranks or gpu_count() or 2
-    _say(f"{options.script} {TO_ITS_END}")
     profile(options.script, ranks, options.arguments, _say, steps=options.steps, traces=options.trace)
     return True
 

@@ -30,7 +30,7 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, set_status, write_error
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, asked_to_stop, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
@@ -242,7 +242,7 @@ class Checkpointer:
 
     def asked_to_stop(self) -> str | None:
         """Why a file in the run folder asks the run to stop, on rank 0; None if there is no such file."""
-        return None if self._run is None else self._run.asked_to_stop()
+        return None if self._run is None else asked_to_stop(self._run.folder)
 
     @property
     def continues(self) -> bool:
@@ -371,7 +371,7 @@ class Checkpointer:
         copied = snapshot.copied
         if snapshot.problem is not None:
             self._take_error(snapshot.problem, "No checkpoint was written")
-        if store is None or copied is None:
+        if copied is None:
             self._world.store.put(f"{self._key(snapshot)}/{self._world.rank}", snapshot.checksums)
         if store is None or copied is None or snapshot.problem is not None:
             self.drop(snapshot)

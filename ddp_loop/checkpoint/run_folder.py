@@ -338,19 +338,12 @@ class RunFolder:
         return {"process": os.getpid(), **self._command}
 
     def asked_to_stop(self) -> str | None:
-        """Why the file `stop` asks the run to stop; None if there is no such file."""
-        path = self.folder / STOP
-        if not os.path.exists(path):  # Path.exists raises if the folder cannot be searched
-            return None
-        why = ""
-        with suppress(OSError):
-            why = read_text(path, MOST_WHY)
-        return why or "the file stop in its folder"
+        """As the function."""
+        return asked_to_stop(self.folder)
 
     def forget_stop(self) -> None:
-        """Remove the file `stop`, which was obeyed or was meant for an earlier run."""
-        with suppress(OSError):
-            (self.folder / STOP).unlink()
+        """As the function."""
+        forget_stop(self.folder)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -367,6 +360,23 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[st
 
 
 # -- from outside ------------------------------------------------------------------------------------------
+
+
+def asked_to_stop(folder: Path) -> str | None:
+    """Why the file `stop` asks a run, or a sweep, to stop; None if there is no such file."""
+    path = folder / STOP
+    if not os.path.exists(path):  # Path.exists raises if the folder cannot be searched
+        return None
+    why = ""
+    with suppress(OSError):
+        why = read_text(path, MOST_WHY)
+    return why or "the file stop in its folder"
+
+
+def forget_stop(folder: Path) -> None:
+    """Remove the file `stop`, which was obeyed or was meant for an earlier run, or for earlier workers."""
+    with suppress(OSError):
+        (folder / STOP).unlink()
 
 
 def is_running(run: Path) -> bool:

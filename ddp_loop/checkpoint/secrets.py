@@ -50,11 +50,12 @@ def hide_secrets(words: Sequence[str]) -> list[str]:
 
 def hide_in_config(config: Mapping[str, Value]) -> dict[str, Value | str]:
     """Hyper-parameters by name with `HIDDEN` in place of each secret."""
-    found: dict[str, Value | str] = {}
-    for name, value in config.items():
-        hides = isinstance(value, str) or (value is not None and _kind(name) == "always")
-        found[name] = _hide(name, str(value)) if hides else value
-    return found
+    return {
+        name: _hide(name, str(value))
+        if isinstance(value, str) or (value is not None and _kind(name) == "always")
+        else value
+        for name, value in config.items()
+    }
 
 
 def names_of_hidden(words: Sequence[str]) -> list[str]:

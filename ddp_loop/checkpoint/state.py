@@ -72,13 +72,16 @@ class OutsideStateDict:
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the frozen and of the optimizers' parameters; the modes and buffers that have changed."""
-        modes = {name: layer.training for name, layer in self._layers().items()}
         buffers = self._buffers()
         bits = _bits_of(buffers)
         parameters = find_parameters(self._state)
         return {
             "frozen": [name for name, one in parameters.items() if not one.requires_grad],
-            "modes": {name: mode for name, mode in modes.items() if mode != self._modes.get(name, True)},
+            "modes": {
+                name: layer.training
+                for name, layer in self._layers().items()
+                if layer.training != self._modes.get(name, True)
+            },
             "buffers": {name: one for name, one in buffers.items() if self._began.get(name) != bits[name]},
             "optimizers": self._numbered(parameters),
         }

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ddp_loop.checkpoint.atomic_files import (
     sync_folder,
     write_new,
 )
-from ddp_loop.checkpoint.run_folder import RUN
+from ddp_loop.checkpoint.run_folder import RUN, read_json
 from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree, parse
 
 # [Note: Whole or absent] A checkpoint is written to a folder of another name, its files and the folder are flushed to
@@ -155,8 +156,10 @@ class CheckpointStore:
                 self.folder.mkdir()
                 sync_folder(self.folder.parent)
             temporary.mkdir()
-            files = {TENSORS: write_new(temporary / TENSORS, _parts(packed.tensors))}
-            files |= {STATE: write_new(temporary / STATE, [state])}
+            files = {
+                TENSORS: write_new(temporary / TENSORS, _parts(packed.tensors)),
+                STATE: write_new(temporary / STATE, [state]),
+            }
             said = self._head(iteration) | {"score": score, "facts": dict(facts), "files": files}
             write_new(temporary / MANIFEST, [_sealed(said)])
             sync_folder(temporary)
@@ -335,12 +338,7 @@ def _runs_in(folder: Path) -> list[str]:
 
 def run_id_of(run: Path) -> str | None:
     """Return the id in run.json; None if it cannot be read."""
-    try:
-        with opened(Path(os.path.realpath(run))) as folder:
-            content = parse(bytes_of(folder, RUN, MANIFEST_BYTES))
-    except (OSError, ValueError):
-        return None
-    found = content.get("id") if isinstance(content, dict) else None
+    found = (read_json(run / RUN) or {}).get("id")
     return found if isinstance(found, str) else None
 
 
@@ -351,12 +349,8 @@ def best_of(entries: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 def by_score(entries: list[CheckpointInfo]) -> list[CheckpointInfo]:
     """Return the intact checkpoints with a finite score, the lowest first, of equals the oldest."""
-    scored = [
-        (one.score, one)
-        for one in entries[::-1]
-        if one.problem is None and one.score is not None and math.isfinite(one.score)
-    ]
-    return [one for _, one in sorted(scored, key=lambda pair: pair[0])]
+    whole = [one for one in entries[::-1] if one.problem is None]
+    return sorted((one for one in whole if one.score is not None and math.isfinite(one.score)), key=attrgetter("score"))
 
 
 def _numbers_in(name: str) -> tuple[int, int]:
@@ -410,7 +404,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     offset = 0
     parts = []
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + tensor.nbytes
         header[name] = {"dtype": NATIVE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         parts.append(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
         offset = end

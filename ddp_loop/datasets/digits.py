@@ -65,8 +65,7 @@ def digits(
         raise ValueError(f'fonts must be "usual", "held_out" or a list of names. Got {fonts!r}. Try ["DejaVuSans"].')
     drawn = _kept(seed, size, tuple(names), os.fspath(folder)) if cache else _draw(seed, size, tuple(names))
     # Copies, in 1 ms: a change in place must not reach later callers.
-    images, labels, angles = (drawn[name].clone() for name in ("images", "labels", "angles"))
-    return LabelledImages(images, labels, DIGIT_NAMES, angles)
+    return LabelledImages(class_names=DIGIT_NAMES, **{name: one.clone() for name, one in drawn.items()})
 
 
 def _draw(seed: int, size: int, fonts: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -72,42 +73,19 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-class Listener:
-    """Accepts connections of the other ranks and answers them, in threads that end with it.
+class _Answers(socketserver.BaseRequestHandler):
+    """Answers another rank on one connection, until that rank closes it."""
 
-    Args:
-        rank: of this process.
-        token: of this check, the same on all ranks: 32 letters.
+    server: Listener
 
-    Attributes:
-        address: where it listens.
-    """
-
-    def __init__(self, rank: int, token: str) -> None:
-        self._hello = _HELLO.pack(token.encode(), rank)
-        self._socket = socket.create_server((own_address(), 0))
-        self._socket.settimeout(0.2)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._ended = threading.Event()
-        self._connections: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            with suppress(TimeoutError):
-                connection, _ = self._socket.accept()
-                self._connections.append(connection)
-                self._threads.append(threading.Thread(target=self._answer, args=[connection], daemon=True))
-                self._threads[-1].start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, struct.error):
+    def handle(self) -> None:
+        connection: socket.socket = self.request
+        with suppress(OSError, struct.error):
             connection.settimeout(CONNECT_S)
-            if _receive(connection, _HELLO.size) != self._hello:
+            if _receive(connection, _HELLO.size) != self.server.hello:
                 return
-            connection.sendall(self._hello)
-            connection.settimeout(None)  # until the other rank, or this one, closes it
+            connection.sendall(self.server.hello)
+            connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 there, back = _SIZES.unpack(_receive(connection, _SIZES.size))
@@ -115,15 +93,32 @@ class Listener:
                 _send(connection, back)
                 connection.sendall(_TIME.pack(time.time()))
 
+
+class Listener(socketserver.ThreadingTCPServer):
+    """Accepts connections of the other ranks and answers each in a thread, until `close`.
+
+    Args:
+        rank: of this process.
+        token: of this check, the same on all ranks: 32 letters.
+
+    Attributes:
+        hello: the word with which another rank begins, and which it gets back.
+        address: where it listens.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, rank: int, token: str) -> None:
+        super().__init__((own_address(), 0), _Answers)
+        self.hello = _HELLO.pack(token.encode(), rank)
+        self.address: tuple[str, int] = self.socket.getsockname()[:2]
+        threading.Thread(target=self.serve_forever, args=[0.05], daemon=True).start()
+
     def close(self) -> None:
-        """End the connections, and the threads."""
-        self._ended.set()
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(CONNECT_S)
-        self._socket.close()
+        """Accept no more connections."""
+        self.shutdown()
+        self.server_close()
 
 
 def connect(address: tuple[str, int], rank: int, token: str) -> socket.socket:
@@ -152,19 +147,16 @@ def connect_all(addresses: dict[int, tuple[str, int]], token: str) -> tuple[dict
     Returns:
         The connections by rank; and by rank why there is none.
     """
-
-    def one(rank: int) -> socket.socket | str:
+    with ThreadPoolExecutor(64) as threads:
+        tries = {rank: threads.submit(connect, address, rank, token) for rank, address in addresses.items()}
+    connections = {}
+    why = {}
+    for rank, tried in tries.items():
         try:
-            return connect(addresses[rank], rank, token)
+            connections[rank] = tried.result()
         except OSError as error:
-            return error.strerror or str(error)
-
-    with ThreadPoolExecutor(max(1, min(64, len(addresses)))) as threads:
-        found = dict(zip(addresses, threads.map(one, addresses), strict=True))
-    return (
-        {rank: one for rank, one in found.items() if isinstance(one, socket.socket)},
-        {rank: one for rank, one in found.items() if isinstance(one, str)},
-    )
+            why[rank] = error.strerror or str(error)
+    return connections, why
 
 
 def measure(connection: socket.socket) -> Link:

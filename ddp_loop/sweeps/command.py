@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import read_json
+from ddp_loop.checkpoint import forget_stop, read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
-from ddp_loop.sweeps.folders import STUDY, forget_stop, read_sweep
+from ddp_loop.sweeps.folders import STUDY, read_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, nearest, read_job
 from ddp_loop.sweeps.plan import OBJECT, USUAL, SweepPlan, make_plan
 from ddp_loop.sweeps.results import GOOD, begun, has_failed, help_sweep, run_sweep
@@ -128,15 +127,16 @@ def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[s
             f"{path}."
         )
     given = _read_toml(path)
-    where = folder or (None if "folder" not in given else path.parent / given["folder"])
-    if where is None:
-        raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
+    if folder is None:
+        if "folder" not in given:
+            raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
+        folder = path.parent / given["folder"]
     job: Job
     if "script" in given:
         job = ScriptJob(path.parent / given["script"], tuple(map(str, given.get("arguments", ()))))
     else:
         job = FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
-    return make_plan(job, given.get("points", given.get("space")), given), where, given
+    return make_plan(job, given.get("points", given.get("space")), given), folder, given
 
 
 def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
@@ -151,18 +151,21 @@ def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
         ImportError: submitit is missing.
         ValueError: the sweep cannot be begun, Slurm is missing or refused the jobs, or an option is unknown.
     """
-    jobs = Jobs(options.on, options.workers, read_options(options.slurm), options.slots, options.storage)
+    jobs = Jobs(options.on, options.workers, read_options(options.slurm))
     check_jobs(jobs)
+    slots = options.slots
+    storage = options.storage
     if path.is_dir():
         read_sweep(path)
         folder = path
         forget_stop(folder)
     else:
         plan, folder, given = _read_plan(path, options.folder)
-        storage = options.storage or given.get("storage")
+        slots = slots or given.get("slots")
+        storage = storage or given.get("storage")
         with begun(plan, folder, storage):
-            jobs = replace(jobs, slots=options.slots or given.get("slots"), storage=storage)
-    ids = submit_workers(folder, jobs)
+            pass  # the workers find it in the storage
+    ids = submit_workers(folder, jobs, slots, storage)
     for line in how_to_go_on(folder, ids, options.on):
         say(line)
 

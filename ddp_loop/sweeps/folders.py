@@ -16,17 +16,15 @@ from typing import Any
 
 from ddp_loop.checkpoint import (
     EVALUATIONS,
-    MOST_WHY,
     ROWS,
     STATUS,
-    STOP,
     FileLock,
     Locked,
     explained,
+    forget_stop,
     hide_secrets,
     is_locked,
     read_json,
-    read_text,
     write_atomic,
 )
 from ddp_loop.elastic import program_name
@@ -104,17 +102,16 @@ def _begin(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The sweep that is in the folder, which must be the same; {} without one."""
     before = read_json(folder / SWEEP)
-    if before is None and (folder / SWEEP).exists():
-        raise ValueError(f"{folder / SWEEP} is damaged. Restore it, or choose another folder.")
-    if before is None and folder.exists():
-        names = sorted(one.name for one in folder.iterdir())
-        # A start that was killed before it wrote sweep.json leaves its lock and a temporary file.
-        others = [name for name in names if name != SWEEP_LOCK and not name.startswith(f".{SWEEP}-")]
-        if others:
-            raise ValueError(f"{folder} has files, and no sweep: {others[0]}. Choose an empty folder or a new one.")
-    now = json.loads(json.dumps(dict(facts)))
     if not before:
+        if (folder / SWEEP).exists():
+            raise ValueError(f"{folder / SWEEP} is damaged. Restore it, or choose another folder.")
+        names = sorted(one.name for one in folder.iterdir()) if folder.exists() else []
+        # A start that was killed before it wrote sweep.json leaves its lock and a temporary file.
+        for name in names:
+            if name != SWEEP_LOCK and not name.startswith(f".{SWEEP}-"):
+                raise ValueError(f"{folder} has files, and no sweep: {name}. Choose an empty folder or a new one.")
         return {}
+    now = json.loads(json.dumps(dict(facts)))
     changed = [
         f"{name}: was {old!r}, is {new!r}"
         for name, old, new in _pairs(before, now)
@@ -135,9 +132,8 @@ def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pairs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
     """What both have by name; the parts of the job and of the space by "job.script"."""
-    for name in now:
+    for name, new in now.items():
         old = before.get(name)
-        new = now[name]
         if isinstance(old, Mapping) and isinstance(new, Mapping) and set(old) == set(new):
             yield from ((f"{name}.{part}", old[part], new[part]) for part in new)
         elif name in before:
@@ -201,20 +197,6 @@ def stop_sweep(folder: Path, timeout_s: float, say: Callable[[str], None]) -> bo
         time.sleep(LOOK_S)
     say(f"{folder}: stopped. Start the sweep again to go on.")
     return True
-
-
-def forget_stop(folder: Path) -> None:
-    """Remove the file `stop`, which was meant for former workers."""
-    with suppress(OSError):
-        (folder / STOP).unlink()
-
-
-def asked_to_stop(folder: Path) -> str | None:
-    """Who asked the sweep to stop; None without a request."""
-    try:
-        return read_text(folder / STOP, MOST_WHY) or "the file stop in its folder"
-    except OSError:
-        return None
 
 
 def has_requests(folder: Path) -> bool:

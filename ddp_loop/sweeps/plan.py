@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_loop.determinism import stream_key
+from ddp_loop.determinism import check_count, stream_key
 from ddp_loop.reporting import EVALUATION
 from ddp_loop.sweeps.folders import Objective
 from ddp_loop.sweeps.jobs import Job, Point, Scalar, nearest
@@ -105,17 +105,16 @@ def make_plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
     if facts["direction"] not in DIRECTIONS:
         raise ValueError(f"direction must be {' or '.join(DIRECTIONS)}. Got {facts['direction']!r}.")
     for name in ("ranks", "report_every", "heartbeat_s"):
-        if type(facts[name]) is not int or facts[name] < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more. Got {facts[name]!r}.")
+        facts[name] = check_count(name, facts[name])
     limit_s = facts["time_limit_s"]
     if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
         raise ValueError(f"time_limit_s must be positive, or None for no limit. Got {limit_s!r}.")
-    if type(facts["seed"]) is not int:
-        raise ValueError(f"seed must be a whole number. Got {facts['seed']!r}.")
-    if not isinstance(facts["objective"], str | None):
-        raise ValueError(f'objective must be a text, such as "loss". Got {facts["objective"]!r}.')
-    if facts["objective"] is not None and facts["objective"].startswith("eval "):  # as tables show it
-        facts["objective"] = EVALUATION + facts["objective"].removeprefix("eval ")
+    facts["seed"] = check_count("seed", facts["seed"], None)
+    name = facts["objective"]
+    if not isinstance(name, str | None):
+        raise ValueError(f'objective must be a text, such as "loss". Got {name!r}.')
+    if name is not None and name.startswith("eval "):  # as tables show it
+        facts["objective"] = EVALUATION + name.removeprefix("eval ")
     sampler = facts["sampler"]
     points = make_space(space, sampler, facts["trials"], facts["seed"])
     job.check(list(points.distributions))
@@ -139,7 +138,7 @@ def make_sampler(given: str | BaseSampler | None, seed: int, trial: int) -> Base
     key = stream_key(seed, trial) & 0xFFFFFFFF
     if given == "tpe":
         return TPESampler(seed=key, constant_liar=True)
-    return RandomSampler(seed=key) if given in (None, *SAMPLERS) else make_named("sampler", given, SAMPLERS, key)
+    return RandomSampler(seed=key) if given in (None, *SAMPLERS) else make_named("sampler", given, key)
 
 
 def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
@@ -154,17 +153,16 @@ def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
         return given
     if given == "median":
         return MedianPruner(n_startup_trials=FIRST)
-    made: BasePruner = make_named("pruner", PRUNERS.get(str(given), str(given)), list(PRUNERS))
+    made: BasePruner = make_named("pruner", PRUNERS.get(str(given), str(given)))
     return made
 
 
-def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str], seed: int = 0) -> Any:
+def make_named(kind: Literal["sampler", "pruner"], name: str, seed: int = 0) -> Any:
     """Make Optuna's sampler or pruner of a name.
 
     Args:
         kind: "sampler" or "pruner".
         name: of the class, such as "CmaEsSampler".
-        own: the names of this package, for the error.
         seed: of a class that takes one.
 
     Raises:
@@ -172,12 +170,11 @@ def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str]
     """
     import optuna
 
-    module = optuna.samplers if kind == "sampler" else optuna.pruners
+    module, own = (optuna.samplers, SAMPLERS) if kind == "sampler" else (optuna.pruners, tuple(PRUNERS))
     known = [one for one in module.__all__ if one.endswith(kind.title()) and not one.startswith("Base")]
     if name not in known:
-        listed = ", ".join(own)
         found = nearest(str(name), (*own, *known))
-        raise ValueError(f"{kind} must be one of {listed} or one of Optuna's. Got {name!r}. {found}".rstrip())
+        raise ValueError(f"{kind} must be one of {', '.join(own)} or one of Optuna's. Got {name!r}. {found}".rstrip())
     made = getattr(module, name)
     try:
         with warnings.catch_warnings():
@@ -239,7 +236,7 @@ def make_space(
         ValueError: the space is empty, or not one of these.
     """
     if isinstance(sampler, str) and sampler not in SAMPLERS:
-        make_named("sampler", sampler, SAMPLERS)
+        make_named("sampler", sampler)
     if isinstance(space, Mapping):
         return _from_parameters(space, sampler, trials, seed)
     if isinstance(space, str) or not isinstance(space, Sequence):

@@ -12,19 +12,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_loop.checkpoint import read_json
+from ddp_loop.checkpoint import forget_stop, read_json
 from ddp_loop.elastic import program_name
 from ddp_loop.reporting import TRIAL, has_workers, shown_name, trial_folder
-from ddp_loop.sweeps.folders import STUDY, Ending, Objective, begun_folder, end_attempt, forget_stop, write_trial
+from ddp_loop.sweeps.folders import STUDY, Ending, Objective, begun_folder, end_attempt, write_trial
 from ddp_loop.sweeps.jobs import FunctionJob, Point
 from ddp_loop.sweeps.plan import SweepPlan, make_plan
 from ddp_loop.sweeps.running import Say, SweepWorker, in_words, places_of, shortened
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, shown_url, sqlite_url
-from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
+
+    from ddp_loop.sweeps.trial_queue import TrialQueue
 
 GRACE = 3  # heartbeats that may be missing
 GOOD = ("done", "pruned")  # how a trial ends that need not run again
@@ -162,12 +163,14 @@ def help_sweep(plan: SweepPlan, folder: Path, slots: int | None, url: str, say: 
     with closing(_open(plan, url, folder)) as queue:
         if not has_workers(folder):
             forget_stop(folder)
-        if not queue.facts.get(READY):
+        if not queue.is_ready:
             raise ValueError(f"The sweep in {folder} was not begun. Start it first, then its workers.")
         return _work(plan, folder, queue, places, say)
 
 
 def _open(plan: SweepPlan, url: str, folder: Path, direction: str | None = None) -> TrialQueue:
+    from ddp_loop.sweeps.trial_queue import TrialQueue
+
     beat_s = plan.facts["heartbeat_s"]
     is_own = url == sqlite_url(folder / STUDY)
     return TrialQueue(url, folder.name, is_own=is_own, beat_s=beat_s, grace_s=GRACE * beat_s, direction=direction)

@@ -25,17 +25,17 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_loop.accelerators import gpu_count, gpu_visibility
-from ddp_loop.checkpoint import ask_to_stop, is_running
+from ddp_loop.checkpoint import ask_to_stop, asked_to_stop, is_running
+from ddp_loop.determinism import check_count
 from ddp_loop.distributed import Pool, RankFailed
 from ddp_loop.reporting import as_clock, shown_name, trial_folder
 from ddp_loop.sweeps.folders import (
     Ending,
     ObjectiveReader,
     answer_requests,
-    asked_to_stop,
     begin_attempt,
     end_attempt,
     has_requests,
@@ -46,7 +46,9 @@ from ddp_loop.sweeps.folders import (
 )
 from ddp_loop.sweeps.jobs import Point, code_of, run_trial
 from ddp_loop.sweeps.plan import SweepPlan
-from ddp_loop.sweeps.trial_queue import Attempt, Claim, TrialQueue
+
+if TYPE_CHECKING:
+    from ddp_loop.sweeps.trial_queue import Attempt, Claim, TrialQueue
 
 LOOK_S = 0.1  # between two looks at the running trials
 IDLE_S = 0.3  # until a place looks for a trial again
@@ -398,8 +400,9 @@ def line_of(claim: Claim, ending: Ending) -> str:
 
 def in_words(parameters: Point) -> str:
     """The parameters of a trial in a line of a terminal."""
-    shown = {name: f"{one:.4g}" if isinstance(one, float) else one for name, one in parameters.items()}
-    return ", ".join(f"{name}={one}" for name, one in shown.items())
+    return ", ".join(
+        f"{name}={one:.4g}" if isinstance(one, float) else f"{name}={one}" for name, one in parameters.items()
+    )
 
 
 def shortened(why: str) -> str:
@@ -424,9 +427,7 @@ def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
     usual = gpus or len(os.sched_getaffinity(0))
     if gpus and not visibility:
         usual = ranks  # no variable gives a trial GPUs of its own: one trial at a time
-    slots = usual if slots is None else slots
-    if type(slots) is not int or slots < 1:
-        raise ValueError(f"slots must be a whole number, 1 or more. Got {slots!r}.")
+    slots = check_count("slots", usual if slots is None else slots)
     if ranks > slots:
         raise ValueError(
             f"A trial has {ranks} ranks, but there {'is 1 slot' if slots == 1 else f'are {slots} slots'} here. Give "

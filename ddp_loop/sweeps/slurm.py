@@ -156,19 +156,20 @@ class Jobs:
         on: "slurm", or "local" for processes of this machine.
         workers: their number; each is a job.
         options: of submitit, such as partition, gpus_per_node, cpus_per_task, mem_gb or timeout_min.
-        slots: of each worker; None takes what Slurm gives it.
-        storage: the URL, where the sweep's folder does not have it.
     """
 
     on: str
     workers: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    slots: int | None = None
-    storage: str | None = None
 
 
-def submit_workers(folder: Path, jobs: Jobs) -> list[str]:
+def submit_workers(folder: Path, jobs: Jobs, slots: int | None = None, storage: str | None = None) -> list[str]:
     """Submit workers of a sweep as one array of jobs that `check_jobs` allows, and return the jobs' ids.
+
+    Args:
+        folder: of the sweep.
+        jobs: to submit.
+        slots, storage: as in `JobWorker`.
 
     Raises:
         ValueError: Slurm refused the jobs, or an option has a wrong value.
@@ -193,7 +194,7 @@ def submit_workers(folder: Path, jobs: Jobs) -> list[str]:
     except (AssertionError, NameError, TypeError, ValueError) as error:
         raise ValueError(f"submitit refused an option. {error}") from error
     cores = jobs.options.get("cpus_per_task") if jobs.on == LOCAL else None
-    worker = JobWorker(str(folder), jobs.slots or cores, jobs.storage)
+    worker = JobWorker(str(folder), slots or cores, storage)
     try:
         with executor.batch():
             submitted = [executor.submit(worker) for _ in range(jobs.workers)]

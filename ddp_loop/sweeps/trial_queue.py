@@ -17,19 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, OptunaError, UpdateFinishedTrialError
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ddp_loop.sweeps.folders import Ending
 from ddp_loop.sweeps.jobs import Point
 from ddp_loop.sweeps.plan import SamplerOf, Space
 from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, silent
-
-if TYPE_CHECKING:
-    import optuna
-    from optuna.distributions import BaseDistribution
-    from optuna.pruners import BasePruner
-    from optuna.samplers import BaseSampler
-    from optuna.trial import FrozenTrial
 
 TRIAL = "trial"
 ATTEMPT = "attempt"
@@ -48,11 +49,11 @@ class Attempt:
 
     trial: int
     attempt: int
-    number: int  # Optuna's
     state: State
     worker: str | None
     ending: Ending | None
     parameters: Point
+    stored: FrozenTrial
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Claim:
     trial: int
     attempt: int
     parameters: Point
-    handle: optuna.trial.Trial
+    handle: Trial
     key: int  # Optuna's id of it in the storage
     reported: set[int]  # the updates whose values the pruner has
 
@@ -89,8 +90,6 @@ class TrialQueue:
     def __init__(
         self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None, is_own: bool = False
     ) -> None:
-        import optuna
-
         self.url = url
         self._grace_s = grace_s
         self._turn = threading.RLock()
@@ -110,9 +109,6 @@ class TrialQueue:
         self._mine: dict[int, Claim] = {}  # by Optuna's id
 
     def _find_study(self, name: str, direction: str | None) -> int:
-        from optuna.exceptions import DuplicatedStudyError
-        from optuna.study import StudyDirection
-
         if direction is not None:
             with suppress(DuplicatedStudyError), silent():
                 self._storage.create_new_study([StudyDirection[direction.upper()]], name)
@@ -122,8 +118,6 @@ class TrialQueue:
             raise StorageUnreachable(f"The storage has no sweep named {name!r}. Start it there first.") from None
 
     def _load(self, sampler: BaseSampler | None = None) -> optuna.Study:
-        import optuna
-
         return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler)
 
     # -- what the study is ---------------------------------------------------------------------------------
@@ -133,6 +127,11 @@ class TrialQueue:
         """What `describe` stored."""
         return dict(self._storage.get_study_user_attrs(self._study_id))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all trials of the sweep are in the storage."""
+        return READY in self.facts
+
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Store facts of the sweep as JSON beside its trials."""
         for name, value in facts.items():
@@ -140,7 +139,7 @@ class TrialQueue:
 
     def add_trials(self, space: Space) -> None:
         """Add the space's trials that the storage does not have yet. One process may call this at a time."""
-        known = {attempt.trial for attempt in self._attempts()}
+        known = self.newest()
         for trial in range(space.trials):
             if trial not in known:
                 fixed = {} if space.points is None else {FIXED: space.points[trial]}
@@ -156,12 +155,10 @@ class TrialQueue:
         attributes: Mapping[str, Any],
         values: Mapping[int, float] | None = None,
     ) -> None:
-        import optuna
-
         self._storage.create_new_trial(
             self._study_id,
             optuna.create_trial(
-                state=optuna.trial.TrialState.WAITING,
+                state=TrialState.WAITING,
                 params=dict(parameters),
                 distributions=dict(distributions),
                 user_attrs={TRIAL: trial, ATTEMPT: attempt, **attributes},
@@ -171,11 +168,8 @@ class TrialQueue:
 
     # -- the attempts --------------------------------------------------------------------------------------
 
-    def _frozen(self, *states: str) -> list[FrozenTrial]:
-        import optuna
-
-        wanted = tuple(optuna.trial.TrialState[state] for state in states) or None
-        found = self._storage.get_all_trials(self._study_id, deepcopy=False, states=wanted)
+    def _frozen(self, *states: TrialState) -> list[FrozenTrial]:
+        found = self._storage.get_all_trials(self._study_id, deepcopy=False, states=states or None)
         return [one for one in found if TRIAL in one.user_attrs]  # others were added by hand
 
     def _attempts(self) -> list[Attempt]:
@@ -184,7 +178,7 @@ class TrialQueue:
     def newest(self) -> dict[int, Attempt]:
         """Return each trial's newest attempt, in the order of the trials. See [Note: Attempts]."""
         found: dict[int, Attempt] = {}
-        for attempt in sorted(self._attempts(), key=lambda one: (one.trial, one.attempt, -one.number)):
+        for attempt in sorted(self._attempts(), key=lambda one: (one.trial, one.attempt, -one.stored.number)):
             found[attempt.trial] = attempt
         return found
 
@@ -201,23 +195,21 @@ class TrialQueue:
             sampler: returns the sampler for a trial of this number.
             last: trials that are taken only if no other one waits.
         """
-        import optuna
-
         with self._turn:
             in_line = lambda one: (one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL])  # noqa: E731
-            for waiting in sorted(self._frozen("WAITING"), key=in_line):
+            for waiting in sorted(self._frozen(TrialState.WAITING), key=in_line):
                 key = waiting._trial_id
                 try:
-                    if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
+                    if not self._storage.set_trial_state_values(key, TrialState.RUNNING):
                         continue
                     self._backend.record_heartbeat(key)
                     self._storage.set_trial_user_attr(key, WORKER, worker)  # not before: another may have taken it
                     if self._withdraws(waiting):
                         continue
-                except optuna.exceptions.UpdateFinishedTrialError:
+                except UpdateFinishedTrialError:
                     continue
                 trial = int(waiting.user_attrs[TRIAL])
-                handle = optuna.trial.Trial(self._load(sampler(trial)), key)
+                handle = Trial(self._load(sampler(trial)), key)
                 parameters = dict(waiting.user_attrs.get(FIXED) or {})
                 if not parameters:
                     for name, one in space.distributions.items():  # some samplers return numpy's numbers
@@ -232,8 +224,6 @@ class TrialQueue:
 
     def _withdraws(self, taken: FrozenTrial) -> bool:
         """Withdraw the attempt if another one of its number was added before it. See [Note: Attempts]."""
-        import optuna
-
         same = [
             one.number
             for one in self._frozen()
@@ -242,13 +232,11 @@ class TrialQueue:
         if min(same) == taken.number:
             return False
         self._storage.set_trial_user_attr(taken._trial_id, WITHDRAWN, True)
-        self._storage.set_trial_state_values(taken._trial_id, optuna.trial.TrialState.FAIL)
+        self._storage.set_trial_state_values(taken._trial_id, TrialState.FAIL)
         return True
 
     def should_prune(self, claim: Claim, pruner: BasePruner, step: int, value: float) -> bool:
         """Report a value of the objective after a step, and return whether the attempt is not worth going on."""
-        from optuna.exceptions import UpdateFinishedTrialError
-
         with self._turn:
             if step in claim.reported or claim.key not in self._mine:  # before its worker died; it has just ended
                 return False
@@ -263,7 +251,7 @@ class TrialQueue:
     def holds(self, claim: Claim) -> bool:
         """Whether an attempt is still this worker's."""
         with self._turn:
-            return self._storage.get_trial(claim.key).state.name == "RUNNING"
+            return self._storage.get_trial(claim.key).state == TrialState.RUNNING
 
     def end(self, claim: Claim, ending: Ending | None, record: Callable[[], None] = lambda: None) -> bool:
         """Store how an attempt ended; None gives it back. Returns False if it was given to another worker meanwhile.
@@ -271,8 +259,6 @@ class TrialQueue:
         Args:
             record: writes the ending into the trial's folder, before anyone else can take the trial.
         """
-        from optuna.exceptions import UpdateFinishedTrialError
-
         with self._turn:
             self._mine.pop(claim.key, None)
             try:
@@ -291,12 +277,11 @@ class TrialQueue:
 
     def _settle(self, key: int, ending: Ending | None) -> None:
         """Give an attempt its last state. Its ending is in the storage before, so a kill in between loses nothing."""
-        from optuna.trial import TrialState
-
-        if ending is not None and ending.status == "done" and ending.value is not None:
-            self._storage.set_trial_state_values(key, TrialState.COMPLETE, [ending.value])
-        elif ending is not None and ending.status == "pruned":
-            values = None if ending.value is None else [ending.value]
+        status = None if ending is None else ending.status
+        values = None if ending is None or ending.value is None else [ending.value]
+        if status == "done" and values is not None:
+            self._storage.set_trial_state_values(key, TrialState.COMPLETE, values)
+        elif status == "pruned":
             self._storage.set_trial_state_values(key, TrialState.PRUNED, values)
         else:
             self._storage.set_trial_state_values(key, TrialState.FAIL)
@@ -312,13 +297,11 @@ class TrialQueue:
                 "checkpoints. Put it back, or start the sweep again: each trial then begins at its newest checkpoint."
             )
         with self._turn:
-            running = {one._trial_id for one in self._frozen("RUNNING")}
+            running = {one._trial_id for one in self._frozen(TrialState.RUNNING)}
             self._beat_mine()
             return [claim for key, claim in self._mine.items() if key not in running]
 
     def _beat_mine(self) -> None:
-        from optuna.exceptions import OptunaError
-
         for key in self._mine:
             with suppress(OptunaError):
                 self._backend.record_heartbeat(key)
@@ -336,14 +319,12 @@ class TrialQueue:
             is_dead: whether the worker of this name is known to be dead; None if only its heartbeats can tell.
             record: writes into the trial's folder how an attempt of a dead worker ended, before it is in line again.
         """
-        import optuna
-
         with self._turn:
             self._beat_mine()  # this process may have been stopped for a while
             # After a failure of the storage the heartbeats of all workers are old, until each has sent one.
             is_steady = time.monotonic() - self.patience.failed_at > self._grace_s
             latest = datetime.now() - timedelta(seconds=self._grace_s)
-            for one in self._frozen("RUNNING"):
+            for one in self._frozen(TrialState.RUNNING):
                 attempt = _attempt_of(one)
                 if attempt.worker is None:
                     dead = is_steady and one.datetime_start is not None and one.datetime_start < latest
@@ -352,13 +333,13 @@ class TrialQueue:
                 else:
                     dead = is_dead(attempt.worker) is True
                 if dead:
-                    with suppress(optuna.exceptions.UpdateFinishedTrialError):
+                    with suppress(UpdateFinishedTrialError):
                         self._settle(one._trial_id, attempt.ending)
                         record(self._attempt(one._trial_id))
             self._stale.clear()
             if is_steady:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                    warnings.simplefilter("ignore", ExperimentalWarning)
                     optuna.storages.fail_stale_trials(self.study)
             for key in self._stale:
                 record(self._attempt(key))
@@ -369,11 +350,9 @@ class TrialQueue:
 
     def _add_missing(self) -> None:
         """Add an attempt for each trial whose newest one was interrupted."""
-        newest = self.newest()
-        interrupted = {attempt.number for attempt in newest.values() if attempt.state == "interrupted"}
-        for one in self._frozen("FAIL") if interrupted else ():
-            if one.number in interrupted:
-                self._add_again(one)
+        for attempt in self.newest().values():
+            if attempt.state == "interrupted":
+                self._add_again(attempt.stored)
 
     def again(self, trials: Iterable[int], request: str, record: Callable[[int], None] = lambda trial: None) -> None:
         """Put ended trials in line again, once for each request.
@@ -383,13 +362,11 @@ class TrialQueue:
             record: writes that into a trial's folder, before the trial can be taken.
         """
         newest = self.newest()
-        wanted = {newest[trial].number for trial in trials if trial in newest and newest[trial].state == "ended"}
-        attempts = self._frozen() if wanted else []
-        added = {one.user_attrs[TRIAL] for one in attempts if one.user_attrs.get(REQUEST) == request}
-        for one in attempts:
-            if one.number in wanted and one.user_attrs[TRIAL] not in added:
-                record(int(one.user_attrs[TRIAL]))
-                self._add_again(one, {REQUEST: request})
+        added = {one.user_attrs[TRIAL] for one in self._frozen() if one.user_attrs.get(REQUEST) == request}
+        for trial in sorted(newest.keys() & set(trials) - added):
+            if newest[trial].state == "ended":
+                record(trial)
+                self._add_again(newest[trial].stored, {REQUEST: request})
 
     def _add_again(self, one: FrozenTrial, facts: Mapping[str, Any] | None = None) -> None:
         known = one.user_attrs
@@ -408,5 +385,4 @@ def _attempt_of(one: FrozenTrial) -> Attempt:
     ending = Ending(**known[ENDING]) if ENDING in known else None
     unended: dict[str, State] = {"WAITING": "waiting", "RUNNING": "running"}
     state = unended.get(one.state.name, "interrupted" if ending is None else "ended")
-    number = known[TRIAL], known[ATTEMPT], one.number
-    return Attempt(*number, state, known.get(WORKER), ending, dict(known.get(FIXED) or {}))
+    return Attempt(known[TRIAL], known[ATTEMPT], state, known.get(WORKER), ending, dict(known.get(FIXED) or {}), one)

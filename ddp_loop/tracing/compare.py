@@ -194,7 +194,7 @@ class DifferenceMeter:
     def add(self, here: Values, there: Values) -> None:
         """Add the values of a step."""
         for (_, name), tensor in [*here.items(), *there.items()]:
-            if not _is_whole(tensor):
+            if not is_whole(tensor):
                 self.largest[name] = max(self.largest.get(name, 0.0), largest_of(tensor))
                 key = _companions(name, tensor)
                 self.companions[key] = max(self.companions.get(key, 0.0), self.largest[name])
@@ -274,7 +274,8 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has whole numbers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -287,7 +288,7 @@ def apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
     here = widened(one)
     there = widened(other)
     odd = ~(here.isfinite() & there.isfinite())
-    if _is_whole(one) or not torch.equal(here[odd].nan_to_num(nan=7.0), there[odd].nan_to_num(nan=7.0)):
+    if is_whole(one) or not torch.equal(here[odd].nan_to_num(nan=7.0), there[odd].nan_to_num(nan=7.0)):
         return math.inf
     difference = largest_of(here[~odd] - there[~odd])
     if not difference:

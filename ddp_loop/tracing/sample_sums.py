@@ -14,7 +14,7 @@ import torch
 
 from ddp_loop.data import tensors_in
 from ddp_loop.distributed import as_real
-from ddp_loop.tracing.compare import widened
+from ddp_loop.tracing.compare import is_whole, widened
 
 SIZE, COUNT, ROUNDING, WHOLE = range(2, 6)  # columns of a sample's sums, after the sum and the weighted sum
 _ULPS = 64  # the rounding of a transform on other shards
@@ -54,7 +54,7 @@ def _is_strided(data: Any) -> bool:
 
 def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
     there = tensor.detach().to("cpu")
-    whole = not (there.is_floating_point() or there.is_complex())
+    whole = is_whole(there)
     rounding = 0.0 if whole else min(_ULPS * torch.finfo(there.dtype).eps, _MOST)
     rows = as_real(widened(there)).reshape(len(there), -1)
     weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device="cpu"))

@@ -182,9 +182,8 @@ def first_difference(step: int, one: Entries, other: Entries) -> Difference | No
     for stage in STAGES:
         keys = [key for key in one | other if key[0] == stage and one.get(key) != other.get(key)]
         if keys:
-            names = [name for _, name in keys]
-            is_missing = (keys[0] in one) != (keys[0] in other)
-            return Difference(step, stage, names[0], tuple(names[1:]), is_missing)
+            name, *others = [name for _, name in keys]
+            return Difference(step, stage, name, tuple(others), (keys[0] in one) != (keys[0] in other))
     return None
 
 

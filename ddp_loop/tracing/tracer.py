@@ -183,7 +183,7 @@ class Tracer:
         self.is_new = False
         self._step = iteration
         if self._has_values and self._world.rank == 0:
-            self._record_evaluations(self._folder / EVALUATIONS)
+            self._record_evaluations()
         self._record_state("start")
         self._write(iteration)
 
@@ -250,7 +250,8 @@ class Tracer:
                     bound = _AMPLE * self._rounding * gradient_scale(gradient, self._largest)
                     gradient.copy_(torch.where((gradient - other).abs() <= bound, other, gradient))
 
-    def _record_evaluations(self, path: Path) -> None:
+    def _record_evaluations(self) -> None:
+        path = self._folder / EVALUATIONS
         before = self._world.on_evaluated
 
         def note(result: dict[str, float]) -> None:

@@ -131,7 +131,7 @@ def test_workers_that_notice_a_dead_one_at_the_same_time_give_its_trial_to_one(
 def test_a_trial_that_was_added_twice_runs_once(attempt: int, queue: TrialQueue) -> None:
     if attempt == 2:
         queue.end(claimed(queue), None)
-    first = min(queue._frozen("WAITING"), key=lambda one: int(one.user_attrs["trial"]))
+    first = min(queue._frozen(TrialState.WAITING), key=lambda one: int(one.user_attrs["trial"]))
     queue._add(0, attempt, first.params, first.distributions, {"parameters": {"x": 0}})
     assert take_all(queue, "one") == [(0, attempt), (1, 1), (2, 1), (3, 1)]
 
@@ -172,7 +172,7 @@ def test_a_worker_that_comes_too_late_leaves_no_name(
     queue: TrialQueue, other: TrialQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would later mistake the other worker's trial for one of its own that it lost."""
-    waiting = other._frozen("WAITING")
+    waiting = other._frozen(TrialState.WAITING)
     claimed(queue, "first")
     with monkeypatch.context() as late:
         late.setattr(other, "_frozen", lambda *states: waiting[:1])
@@ -184,7 +184,7 @@ def test_a_worker_that_comes_too_late_leaves_no_name(
 
 def test_an_attempt_whose_worker_died_before_it_left_its_name_is_taken_over(queue: TrialQueue, tmp_path: Path) -> None:
     """It has no heartbeat either."""
-    queue._storage.set_trial_state_values(queue._frozen("WAITING")[0]._trial_id, TrialState.RUNNING)
+    queue._storage.set_trial_state_values(queue._frozen(TrialState.WAITING)[0]._trial_id, TrialState.RUNNING)
     queue.take_over("two", ALIVE)
     assert newest(queue) == (1, "running")  # its worker may be about to write its name
     with database_of(tmp_path) as database:
