@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -327,8 +327,10 @@ class LoaderReader:
         try:
             with preserved_streams():
                 loaded = iter(loader)
+            _ignore_deaths(loaded)
             workers = children_except(before)
-            return dict(next(loaded).received())
+            with _deaths_noticed(loaded):
+                return dict(next(loaded).received())
         except Exception:  # reading a shard raises it again
             return {}
         finally:
@@ -360,7 +362,7 @@ class LoaderReader:
                         "Persistent workers read one epoch at a time. Another epoch was begun before this one ended. "
                         "Iterate over one after the other, make separate Batches, or remove persistent_workers."
                     )
-                with keep():
+                with keep(), _deaths_noticed(loaded):
                     data = next(loaded, None)
                 if data is None:
                     self._release()
@@ -389,6 +391,7 @@ class LoaderReader:
             return iter(self._loader)
         with self._signals.starting():
             loaded: Iterator[Any] = iter(self._loader)
+        _ignore_deaths(loaded)
         messages.widen_pipe(loaded)
         return loaded
 
@@ -405,13 +408,30 @@ def _drawn_on_cpu() -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
-def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
-    """End a DataLoader's workers at once; torch waits 5 s for one that sleeps or is slow."""
-    if workers and getattr(loaded, "_worker_pids_set", False):
-        # Else torch's SIGCHLD handler raises in the main thread, at any line, for a worker that SIGTERM killed before
-        # it had installed its own handler.
+def _ignore_deaths(loaded: Any) -> None:
+    """Let torch's SIGCHLD handler raise for no worker of this iterator.
+
+    It raises in the main thread, at any line: within a sum of the ranks, the others would wait for this rank.
+    """
+    if getattr(loaded, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(loaded))
         loaded._worker_pids_set = False
+
+
+@contextmanager
+def _deaths_noticed(loaded: Any) -> Iterator[None]:
+    """Raise in the block, where data are waited for, if one of the iterator's workers has died or dies."""
+    workers = getattr(loaded, "_workers", ())
+    signal_handling._set_worker_pids(id(loaded), tuple(worker.pid for worker in workers))
+    try:
+        signal_handling._error_if_any_worker_fails()
+        yield
+    finally:
+        signal_handling._remove_worker_pids(id(loaded))
+
+
+def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
+    """End a DataLoader's workers at once; torch waits 5 s for one that sleeps or is slow."""
     end_daemons(workers)
     if workers and hasattr(loaded, "_workers_done_event"):
         # torch sets this event when the iterator is freed. A worker that ended while reading it holds its lock forever.

@@ -103,10 +103,12 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
             "does at the end. Raise another error, or give it an iterator without an end."
         ) from error
     except Exception as error:
-        remedy = "Pass a collate_fn that pads samples of unequal sizes."
+        remedy = ""
+        if isinstance(error, RuntimeError) or "shape" in str(error):  # of torch.stack, of np.stack
+            remedy = " Pass a collate_fn that pads samples of unequal sizes."
         if isinstance(error, TypeError) and name == "default_collate":  # None, an image of PIL, an object
-            remedy = "Let each sample have tensors, arrays or numbers, or pass a collate_fn that makes them."
+            remedy = " Let each sample have tensors, arrays or numbers, or pass a collate_fn that makes them."
         if not samples:
-            remedy = "A rank without samples needs data without rows. Pass a collate_fn that makes them from []."
-        error.add_note(f"while {name} combined the {len(samples)} samples of a shard. {remedy}")
+            remedy = " A rank without samples needs data without rows. Pass a collate_fn that makes them from []."
+        error.add_note(f"while {name} combined the {len(samples)} samples of a shard.{remedy}")
         raise

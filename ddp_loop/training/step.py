@@ -147,6 +147,8 @@ _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NUMBER = attrgetter("number")
+_AFTER_SHARDS = -1  # in place of a shard's number, for draws that all ranks make alike
+_AFTER_GATHER = -2
 _SHARD_NUMBER = attrgetter("shard.number")
 
 
@@ -261,6 +263,7 @@ class Step:
                 self._record = None
                 fold.end_shard(record)
         self._is_read = True
+        seed_shard(self._job.seed, self.iteration, _AFTER_SHARDS, world.device, self.passes)
         shares = self._job.checks.shares
         if shares.due != NEVER and self.passes == 0:
             shares.end_shards(mini_batch)
@@ -419,7 +422,7 @@ class Step:
         with job.fold.between_shards():
             world.stage = "gather"
             whole = self._gather.gather(mini_batch, problem)
-        seed_shard(job.seed, self.iteration, len(mini_batch.sizes), world.device, self.passes)
+        seed_shard(job.seed, self.iteration, _AFTER_GATHER, world.device, self.passes)
         return whole if len(whole) > 1 else whole[0]
 
     def _backward_whole(self, loss: torch.Tensor, metrics: dict[str, Value], *, plain: bool) -> None:

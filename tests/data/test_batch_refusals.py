@@ -314,3 +314,14 @@ def test_samples_of_a_kind_that_cannot_be_stacked_are_refused_with_their_remedy(
 def test_samples_of_unequal_sizes_are_refused_with_the_remedy(data: Any, refused: Refused) -> None:
     results = refused(2, read_all, data, 6, 0, kind="RuntimeError", said="equal size", by=1)
     assert "Pass a collate_fn that pads samples of unequal sizes" in results[0].text  # a peer gets the notes too
+
+
+def without_the_key(samples: list[dict[str, Any]]) -> Any:
+    return samples[0]["images"]
+
+
+@pytest.mark.covers("D10")
+def test_an_error_of_a_collate_fn_that_is_not_about_sizes_does_not_advise_padding() -> None:
+    with dl.join_world() as world, pytest.raises(KeyError) as caught:
+        list(dl.Batches([{}] * 4, 2, world, shuffle=False, collate_fn=without_the_key))
+    assert caught.value.__notes__ == ["while without_the_key combined the 2 samples of a shard."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -257,18 +258,16 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
     assert not loaded._workers[0].is_alive()
 
 
-def take_no_care_of_sigterm(_: int) -> None:
-    """Like a worker that has just started: torch installs a handler after its imports."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_a_worker_that_sigterm_kills_raises_nothing_in_the_rank_that_ended_it() -> None:
-    """torch's SIGCHLD handler raises in the main thread for each worker in its list that a signal killed."""
+def test_a_worker_that_dies_raises_where_its_data_are_waited_for_and_not_within_a_sum_say() -> None:
+    """torch's SIGCHLD handler raises in the main thread, at any line, for each worker in its list."""
     before = children_except(set())
-    loader = DataLoader(Images(), num_workers=1, worker_init_fn=take_no_care_of_sigterm)
-    loaded: Any = iter(loader)
-    next(loaded)  # the worker has run its worker_init_fn
-    (worker,) = children_except(before)
-    reading._end_workers(loaded, {worker})
-    worker.join(MOMENT_S)
-    assert worker.exitcode == -signal.SIGTERM
+    with dl.join_world() as world:
+        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        epoch = dl.Batches(Images(), 3, world, **options).epoch(1)
+        next(epoch).data(0)
+        (worker,) = children_except(before)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal"):
+            next(epoch).data(0)
