@@ -30,8 +30,8 @@ _MOST_NAMES = 3
 _FIRST = (1, 10)  # the steps of this process after which a loop always compares
 _WHAT = "a comparison of replicas"
 _REMEDY = (
-    "Look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
-    "a buffer that forward changes in evaluation mode too)"
+    "Look for what one rank does alone (an `if world.rank`, a value of its own shard, random numbers drawn between the "
+    "shards and step.fold, a step that an error left out, a buffer that forward changes in evaluation mode too)"
 )
 
 

@@ -147,8 +147,7 @@ _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NUMBER = attrgetter("number")
-_AFTER_SHARDS = -1  # in place of a shard's number, for draws that all ranks make alike
-_AFTER_GATHER = -2
+_AFTER_GATHER = -1  # in place of a shard's number
 _SHARD_NUMBER = attrgetter("shard.number")
 
 
@@ -263,7 +262,6 @@ class Step:
                 self._record = None
                 fold.end_shard(record)
         self._is_read = True
-        seed_shard(self._job.seed, self.iteration, _AFTER_SHARDS, world.device, self.passes)
         shares = self._job.checks.shares
         if shares.due != NEVER and self.passes == 0:
             shares.end_shards(mini_batch)
