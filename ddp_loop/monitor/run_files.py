@@ -215,8 +215,7 @@ def list_console(run: Path) -> list[str]:
     names = []
     with suppress(OSError), opened(run / CONSOLE) as folder:
         for name in os.listdir(folder):
-            stem, ending = os.path.splitext(name)
-            if ending == ".log" and CONSOLE_FILE.fullmatch(stem):
+            if (stem := name.removesuffix(".log")) != name and CONSOLE_FILE.fullmatch(stem):
                 names.append(stem)
     return sorted(names, key=lambda name: (name == "continued", int(name.partition("-")[2] or 0)))
 
@@ -240,16 +239,15 @@ def read_console(run: Path, name: str, first: int | None = None, before: int | N
 
 
 def _piece(file: int, size: int, first: int | None, before: int | None) -> dict[str, Any]:
-    follows = first is not None
     end = size if before is None else min(before, size)
     start = min(first, size) if first is not None else max(0, end - PIECE)
     data = os.pread(file, min(PIECE, end - start), start)
-    if not follows and start:  # from the beginning of a line, if there is one, or else of a letter
+    if first is None and start:  # from the beginning of a line, if there is one, or else of a letter
         skipped = data.find(b"\n") + 1 or next((at for at, one in enumerate(data[:4]) if one & 0xC0 != 0x80), 0)
-        start = start + skipped
+        start += skipped
         data = data[skipped:]
-    if before is None and (cut := _UNFINISHED.search(data[-80:])) and cut.end() - cut.start() < len(data):
-        data = data[: len(data) - (cut.end() - cut.start())]  # the next piece has the rest
+    if before is None and (cut := _UNFINISHED.search(data[-80:])) and len(cut[0]) < len(data):
+        data = data[: -len(cut[0])]  # the next piece has the rest
     return {"start": start, "end": start + len(data), "size": size, "text": clean(data)}
 
 
