@@ -264,7 +264,7 @@ def as_logged(name: object, value: Any) -> Logged:
     """
     if type(value) is float:
         return value
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    if isinstance(value, int | float | np.bool_ | np.integer | np.floating):
         with suppress(OverflowError):  # a whole number may be larger than each float
             return float(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
