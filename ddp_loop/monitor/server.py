@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ddp_loop.checkpoint import write_text_atomic
 from ddp_loop.monitor.app import MonitorApp, make_app
 from ddp_loop.monitor.demo import fake_runs
 
@@ -87,9 +88,7 @@ def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
     link = f"http://{f'[{name}]' if ':' in name else name}:{port}/#token={token}"
     with tempfile.TemporaryDirectory(prefix="ddp_loop-page-") as folder:
         path = Path(folder) / "link"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(file, "w", encoding="utf-8") as opened:
-            opened.write(link + "\n")
+        write_text_atomic(path, link + "\n", is_private=True)
         yield link, path
 
 
