@@ -94,7 +94,7 @@ def _own_status(run: Path) -> Mapping[str, Any]:
     if os.path.lexists(run / TRIAL):
         raise ValueError("This run is a trial of a sweep. Continue it by the sweep.")
     try:
-        file = os.open(run / STATUS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(run / STATUS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"{STATUS} cannot be read ({error.strerror}), so the command is not known.") from error
     with open(file, "rb") as opened_file:
@@ -201,7 +201,7 @@ def _begin(run: Path, words: Sequence[str], directory: str) -> subprocess.Popen[
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])
     (run / CONSOLE).mkdir(exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     with opened(run / CONSOLE) as folder:
         file = os.open(CONTINUED, flags, 0o644, dir_fd=folder)
     with open(file, "wb") as output:

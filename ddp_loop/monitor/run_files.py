@@ -61,7 +61,7 @@ def regular_file(path: Path | str, folder: int | None = None) -> Iterator[tuple[
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         form = os.fstat(file)
         if not stat.S_ISREG(form.st_mode):

@@ -84,7 +84,7 @@ class JsonlTail:
 
     def __init__(self, path: Path, *, follow: bool = True) -> None:
         self.path = path
-        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        self._flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         self._forget()
 
     def _forget(self) -> None:
