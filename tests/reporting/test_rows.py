@@ -531,8 +531,9 @@ def test_the_weights_are_the_same_bits_with_everything_on_and_off(on_ranks: OnRa
 # -- numbers ---------------------------------------------------------------------------------------------------
 
 
-def test_samples_per_second_are_of_the_last_seconds() -> None:
-    rate = Throughput(10.0, window_s=4.0)
+def test_samples_per_second_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paces, "WINDOW_S", 4.0)
+    rate = Throughput(10.0)
     told = [rate.take(10.0 + second, 100 if second <= 10 else 300) for second in range(1, 21)]
     assert told[:10] == [100.0] * 10
     assert told[-5:] == [300.0] * 5
