@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ddp_loop.checkpoint import ask_to_stop
 from ddp_loop.monitor.continuing import Continuations
 from ddp_loop.monitor.panels import RunPanels, whole_number
-from ddp_loop.monitor.run_list import ACTIONS, RunList
+from ddp_loop.monitor.run_list import ACTIONS, RunList, as_json
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import AXES, PARTS
 from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_from_page, write_text
@@ -350,7 +350,7 @@ def _sent(status: int, body: Mapping[str, Any] | str | bytes) -> Response:
     from starlette.responses import Response
 
     kind = "image/png" if isinstance(body, bytes) else "application/json" if status < 300 else "text/plain"
-    text = body if isinstance(body, str | bytes) else json.dumps(body, allow_nan=False, separators=(",", ":"))
+    text = body if isinstance(body, str | bytes) else as_json(body)
     content = text.encode(errors="replace") if isinstance(text, str) else text  # half a surrogate is no UTF-8
     return Response(content, status, media_type=kind)
 
