@@ -321,7 +321,7 @@ def _places(axis: str, places: Values) -> list[float] | list[int]:
     return found
 
 
-def _listed(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
+def _listed(values: Values) -> list[float | None]:
     return [nothing_for_nan(value) for value in values.tolist()]
 
 

@@ -1,7 +1,7 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
 from ddp_loop.reporting.exports import PictureStyle, compare, export
-from ddp_loop.reporting.images import as_pixels, png
+from ddp_loop.reporting.images import Pixels, as_pixels, png
 from ddp_loop.reporting.jsonl import (
     Columns,
     JsonlTail,
@@ -78,6 +78,7 @@ __all__ = [
     "LoggedValues",
     "OnRow",
     "PictureStyle",
+    "Pixels",
     "Receivers",
     "Reporter",
     "RunQuery",

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting import RunStart, png
+from ddp_loop.reporting import Pixels, RunStart, png
 from ddp_loop.sinks.points import Point, PointSink, keep, kept, require
-from ddp_loop.sinks.protocol import Pixels
 
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting import RunStart
+from ddp_loop.reporting import Pixels, RunStart
 from ddp_loop.sinks.points import Point, PointSink, Row, require
-from ddp_loop.sinks.protocol import Pixels
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_loop.reporting import RunStart
+from ddp_loop.reporting import Pixels, RunStart
 from ddp_loop.sinks.points import Point, PointSink, keep, kept, require
-from ddp_loop.sinks.protocol import Pixels
 
 KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each kind of value that was sent
 STEP = "iteration"
