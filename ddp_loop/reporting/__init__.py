@@ -15,6 +15,7 @@ from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import (
     NORM,
+    PLACE,
     RATE,
     UNUSED,
     UNUSED_AT_LEAST,
@@ -64,6 +65,7 @@ __all__ = [
     "EVALUATION",
     "FAILED_TRIAL",
     "NORM",
+    "PLACE",
     "RATE",
     "SWEEP",
     "SWEEP_LOCK",

@@ -13,8 +13,8 @@ NORM = "gradient_norm"
 RATE = "learning_rate"
 UNUSED = "unused_samples"
 UNUSED_AT_LEAST = "unused_samples_at_least"  # of an epoch, in its last row
-_BESIDE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", NORM, "samples_per_s", "elapsed_s", "loss"})
-_BESIDE |= {UNUSED, UNUSED_AT_LEAST}
+PLACE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"})  # of a line: no values
+_BESIDE = PLACE | {NORM, "samples_per_s", "loss", UNUSED, UNUSED_AT_LEAST}
 
 
 def is_metric(name: str) -> bool:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_loop.reporting import RunStart, WeightedMeans, is_averaged
+from ddp_loop.reporting import PLACE, RunStart, WeightedMeans, is_averaged
 
 Row = Mapping[str, Any]
-BESIDE = ("epoch", "iteration", "samples", "weight", "skipped", "elapsed_s")  # of a line: its place, no values
 
 
 class Point(NamedTuple):
@@ -85,11 +84,9 @@ class PointSink:
 
     def _send_waiting(self) -> None:
         if self._means.rows:
-            values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
-            for name in BESIDE:
-                values.pop(name, None)
+            last = {name: one for name, one in self._last.items() if name not in PLACE and not is_averaged(name)}
+            self._waiting.append(Point("row", last | self._means.means(), self._last["iteration"], time.time()))
             self._means = WeightedMeans()
-            self._waiting.append(Point("row", values, self._last["iteration"], time.time()))
         waiting = self._waiting
         self._waiting = []
         self._sent_at = time.monotonic()
@@ -98,7 +95,7 @@ class PointSink:
 
 
 def _values_of(line: Row) -> list[tuple[str, float]]:
-    return [(name, math.nan if one is None else one) for name, one in line.items() if name not in BESIDE]
+    return [(name, math.nan if one is None else one) for name, one in line.items() if name not in PLACE]
 
 
 def require(package: str) -> None:
