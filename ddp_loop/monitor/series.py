@@ -166,8 +166,7 @@ def places_of(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64
     if not len(starts):
         return np.arange(count, dtype=np.int64)
     ends = np.append(starts[1:], count - 1) - 1
-    pairs = np.stack([starts, ends], axis=1).reshape(-1)
-    places: npt.NDArray[np.int64] = np.append(pairs, count - 1)
+    places: npt.NDArray[np.int64] = np.append(np.stack([starts, ends], axis=1), count - 1)
     return places
 
 
@@ -235,9 +234,7 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
 
 def seconds_of(series: MetricSeries) -> Values:
     """Return the elapsed seconds of each line; between two known ones for a line without, and never falling."""
-    if "elapsed_s" not in series.names:
-        return np.zeros(len(series))
-    seconds = series.values("elapsed_s")
+    seconds = series.values("elapsed_s") if "elapsed_s" in series.names else np.full(len(series), nan)
     steps = series.iterations
     known = np.isfinite(seconds)
     if not known.any():
