@@ -186,7 +186,7 @@ def serve(
                 )
             for run in runs:
                 if not run.is_dir():
-                    like = difflib.get_close_matches(run.name, (one.name for one in _folders_beside(run)), 1)
+                    like = difflib.get_close_matches(run.name, _folders_beside(run), 1)
                     meant = f" Did you mean {run.with_name(like[0])}?" if like else ""
                     say(f"WARNING: {run} is no folder yet. The page shows it once a run begins there.{meant}")
             say(f"Page: {link}")
@@ -197,9 +197,9 @@ def serve(
                 make_server(site, listening, token, names_of(host, also)).run(sockets=[listening])
 
 
-def _folders_beside(run: Path) -> list[Path]:
+def _folders_beside(run: Path) -> list[str]:
     try:
-        return [one for one in run.absolute().parent.iterdir() if one.is_dir()]
+        return [one.name for one in run.absolute().parent.iterdir() if one.is_dir()]
     except OSError:
         return []
 
