@@ -40,7 +40,7 @@ class _Mlflow(PointSink):
         self._run = ""
         self._status = "FINISHED"
         self._sent: dict[str, int] = {}  # the last step of each metric that an earlier process sent
-        self._files = Counter[tuple[str, str]]()  # how many texts or images have a name
+        self._files = Counter[str]()  # how many texts or images have a name
 
     def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
@@ -96,8 +96,8 @@ class _Mlflow(PointSink):
     def _file(self, name: str, iteration: int, kind: str) -> str:
         """The name of a file; a second one of its name in a step is numbered."""
         stem = f"{_plain(name)}-{iteration}"
-        self._files[stem, kind] += 1
-        number = self._files[stem, kind]
+        self._files[f"{stem}.{kind}"] += 1
+        number = self._files[f"{stem}.{kind}"]
         return f"{stem}.{kind}" if number == 1 else f"{stem}-{number}.{kind}"
 
     def ended(self, error: BaseException | None) -> None:
