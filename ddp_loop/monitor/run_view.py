@@ -149,11 +149,11 @@ class RunView:
         since = 0.0
         goes_on = self._run.state in ("running", "stopping")
         if goes_on:
-            now = time.time()
-            written = [at for at in (self._run.status.get("at"),) if isinstance(at, int | float)]
+            began = self._run.status.get("at")
             with suppress(OSError):
-                written.append((self.folder / ROWS).stat().st_mtime)
-            since = max(0.0, now - max(written, default=now))
+                written = (self.folder / ROWS).stat().st_mtime
+                began = max(written, began) if isinstance(began, int | float) else written
+            since = max(0.0, time.time() - began) if isinstance(began, int | float) else 0.0
         elapsed = float(seconds[-1]) + since
         recent = min(len(seconds) - 1, RECENT)
         took = float(seconds[-1] - seconds[-1 - recent]) if recent else 0.0
@@ -238,12 +238,15 @@ class RunView:
             high = min(len(rows), int(np.searchsorted(places, last, side="right")) + 1)
             starts = thin_out(high - low, points)
             kept = places_of(starts, high - low) + low
-
-            def thinned(values: Values) -> list[float | None]:
-                return _listed(extremes(values[low:high], starts))
-
-            shown = [name for name in rows.names if name in asked]
-            smoothed = shown if smoothing > 1 else []
+            curves = {}
+            smoothed = {}
+            for name in rows.names:
+                if name not in asked:
+                    continue
+                values = rows.values(name)
+                curves[name] = _listed(extremes(values[low:high], starts))
+                if smoothing > 1:
+                    smoothed[name] = _listed(extremes(smooth(values, iterations, smoothing)[low:high], starts))
             return {
                 "version": self._version(),
                 "is_behind": self._is_behind,
@@ -251,8 +254,8 @@ class RunView:
                 "names": list(found),
                 "x": _places(axis, places[kept]),
                 "steps": iterations[kept].tolist(),
-                "curves": {name: thinned(rows.values(name)) for name in shown},
-                "smoothed": {name: thinned(smooth(rows.values(name), iterations, smoothing)) for name in smoothed},
+                "curves": curves,
+                "smoothed": smoothed,
                 "ends": self._ends(asked, axis, places),
                 "evaluated_x": _places(axis, self._places(axis, points_of)),
                 "evaluated_steps": points_of.iterations.tolist(),
