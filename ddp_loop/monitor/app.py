@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from ddp_loop.checkpoint import ask_to_stop
 from ddp_loop.monitor.continuing import Continuations
 from ddp_loop.monitor.panels import RunPanels, whole_number
-from ddp_loop.monitor.run_list import ACTIONS, RunList
+from ddp_loop.monitor.run_list import ACTIONS, RunList, as_json
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import AXES, PARTS
 from ddp_loop.monitor.sweep_view import Answer, Refused, Sweeps, ask_again, read_table, stop_from_page, write_text
@@ -295,8 +295,8 @@ def _routes(site: MonitorApp) -> list[Route]:
     """Return the routes that answer at once; the last one takes any key."""
     from starlette.routing import Route
 
-    def panels(of: Mapping[str, str]) -> RunPanels:
-        return site.panels(site.folder_of(of["key"]))
+    def folder(of: Mapping[str, str]) -> Path:
+        return site.folder_of(of["key"])
 
     def reading(path: str, act: Act) -> Route:
         def read(request: Request) -> Response:  # Starlette calls it in a thread, as it reads files
@@ -315,10 +315,10 @@ def _routes(site: MonitorApp) -> list[Route]:
         return Route(f"/api/{path}", write, methods=["POST"])
 
     def panel(what: str) -> Route:
-        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: panels(of).answer(what, asked))
+        return reading(f"runs/{{key:path}}/{what}", lambda of, asked: site.panels(folder(of)).answer(what, asked))
 
     def text(what: str) -> Route:
-        return writing(f"runs/{{key:path}}/{what}", lambda of, body: write_text(site.folder_of(of["key"]), what, body))
+        return writing(f"runs/{{key:path}}/{what}", lambda of, body: write_text(folder(of), what, body))
 
     def sweep(what: str) -> Route:
         return writing(f"sweeps/{{key}}/{what}", lambda of, body: site.ask_sweep(of["key"], what, body))
@@ -328,13 +328,13 @@ def _routes(site: MonitorApp) -> list[Route]:
         reading("sweeps", lambda of, asked: site.sweeps()),
         reading("runs/{key:path}/curves", lambda of, asked: site.curves(of["key"], asked)),
         reading("runs/{key:path}/values", lambda of, asked: site.values(of["key"], asked.get("name", ""))),
-        reading("runs/{key:path}/tables/{name}", lambda of, asked: read_table(site.folder_of(of["key"]), of["name"])),
-        reading("runs/{key:path}/images/{number}", lambda of, asked: panels(of).image(of["number"])),
+        reading("runs/{key:path}/tables/{name}", lambda of, asked: read_table(folder(of), of["name"])),
+        reading("runs/{key:path}/images/{number}", lambda of, asked: site.panels(folder(of)).image(of["number"])),
         *map(panel, ("console", "usage", "texts", "images")),
         *map(text, ("note", "name")),
         *map(sweep, ("stop", "again")),
         writing("runs/{key:path}/stop", lambda of, body: site.stop(of["key"])),
-        writing("runs/{key:path}/continue", lambda of, body: site.continuations.start(site.folder_of(of["key"]), body)),
+        writing("runs/{key:path}/continue", lambda of, body: site.continuations.start(folder(of), body)),
         reading("runs/{key:path}", lambda of, asked: site.card(of["key"])),
     ]
 
@@ -350,7 +350,7 @@ def _sent(status: int, body: Mapping[str, Any] | str | bytes) -> Response:
     from starlette.responses import Response
 
     kind = "image/png" if isinstance(body, bytes) else "application/json" if status < 300 else "text/plain"
-    text = body if isinstance(body, str | bytes) else json.dumps(body, allow_nan=False, separators=(",", ":"))
+    text = body if isinstance(body, str | bytes) else as_json(body)
     content = text.encode(errors="replace") if isinstance(text, str) else text  # half a surrogate is no UTF-8
     return Response(content, status, media_type=kind)
 

@@ -94,7 +94,7 @@ def _own_status(run: Path) -> Mapping[str, Any]:
     if os.path.lexists(run / TRIAL):
         raise ValueError("This run is a trial of a sweep. Continue it by the sweep.")
     try:
-        file = os.open(run / STATUS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(run / STATUS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"{STATUS} cannot be read ({error.strerror}), so the command is not known.") from error
     with open(file, "rb") as opened_file:
@@ -124,18 +124,12 @@ def _check_places(command: Command) -> None:
         raise ValueError(f"The script {script} is no longer in {command.directory}.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    process: subprocess.Popen[bytes]
-    at: float
-
-
 class Continuations:
     """The runs that this page continues. Several threads may use it."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._started: dict[Path, _Started] = {}
+        self._started: dict[Path, tuple[subprocess.Popen[bytes], float]] = {}  # the process, and when
 
     def about(self, run: Path, state: str) -> dict[str, Any]:
         """Return what a run's card shows: whether it can be continued, the digest or why not, how a start went."""
@@ -157,19 +151,18 @@ class Continuations:
         }
 
     def _is_starting(self, run: Path) -> bool:
-        started = self._started.get(run)
-        return started is not None and started.process.poll() is None
+        return run in self._started and self._started[run][0].poll() is None
 
     def _failure(self, run: Path) -> str | None:
         """Return how a command failed that ended before its run began."""
-        started = self._started.get(run)
-        if started is None or started.process.poll() in (None, 0):
+        process, at = self._started.get(run, (None, 0.0))
+        if process is None or process.poll() in (None, 0):
             return None
         with suppress(OSError):
-            if (run / STATUS).stat().st_mtime > started.at:
+            if (run / STATUS).stat().st_mtime > at:
                 return None  # the run says itself how it ended
         said = last_line(run, CONTINUED)
-        return f"The command ended with code {started.process.returncode}{f': {said}' if said else '.'}"
+        return f"The command ended with code {process.returncode}{f': {said}' if said else '.'}"
 
     def start(self, run: Path, asked: bytes) -> Answer:
         """Start a run's command again.
@@ -190,7 +183,7 @@ class Continuations:
                     return 409, f"The run folder does not keep {', '.join(command.lacks) or 'any secret'}. Type each."
                 _check_places(command)
                 words = with_secrets(command.words, secrets)
-                self._started[run] = _Started(_begin(run, words, command.directory), time.time())
+                self._started[run] = _begin(run, words, command.directory), time.time()
             except ValueError as error:
                 return 409, str(error)
             except OSError as error:
@@ -208,7 +201,7 @@ def _begin(run: Path, words: Sequence[str], directory: str) -> subprocess.Popen[
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])
     (run / CONSOLE).mkdir(exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     with opened(run / CONSOLE) as folder:
         file = os.open(CONTINUED, flags, 0o644, dir_fd=folder)
     with open(file, "wb") as output:

@@ -30,8 +30,10 @@ def fake_runs(folder: Path) -> Iterator[list[Path]]:
         run.run(EPOCHS * STEPS_PER_EPOCH if at not in (3, 7) else 5 * STEPS_PER_EPOCH + 70 * at)
         if at == 3:
             run.end("failed", rank=1, step=run.iteration, stage="backward", why="RuntimeError: made up")
+        elif at == 7:
+            run.end("stopped", why="the page")
         else:
-            run.end("stopped" if at == 7 else "done", **({"why": "the page"} if at == 7 else {}))
+            run.end("done")
     for at, run in enumerate(runs[-RUNNING:]):
         run.run((6 - 2 * at) * STEPS_PER_EPOCH + 40)
     thread = threading.Thread(target=_run_on, args=(runs[-RUNNING:], closing), name="demo", daemon=True)

@@ -62,11 +62,9 @@ class RunPanels:
             if "number" in numbers:
                 entry = self._texts.entry(numbers["number"])
                 text = None if entry is None else self._texts.text_of(entry)
-                return (
-                    (404, "There is no such text.")
-                    if text is None
-                    else (200, {"number": numbers["number"], "text": text})
-                )
+                if text is None:
+                    return 404, "There is no such text."
+                return 200, {"number": numbers["number"], "text": text}
             return 200, newest_texts(self._texts, asked.get("name"), numbers.get("before"))
 
     def image(self, number: str) -> Answer:
@@ -100,19 +98,16 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
     many: dict[str, int] = {}
     for entry in texts.entries:
         many[entry.name] = many.get(entry.name, 0) + 1
-    listed: list[dict[str, Any]] = []
-    has_older = False
-    for entry in reversed(texts.entries):
-        if (name is None or entry.name == name) and (before is None or entry.number < before):
-            if len(listed) == MOST_LISTED:
-                has_older = True
-                break
-            parts = ("number", "name", "epoch", "iteration", "start", "letters")
-            listed.append({part: getattr(entry, part) for part in parts})
+    asked = [
+        entry
+        for entry in reversed(texts.entries)
+        if (name is None or entry.name == name) and (before is None or entry.number < before)
+    ]
+    parts = ("number", "name", "epoch", "iteration", "start", "letters")
     return {
         "names": [[one, count] for one, count in list(many.items())[:MOST_NAMES]],
-        "texts": listed,
-        "has_older": has_older,
+        "texts": [{part: getattr(entry, part) for part in parts} for entry in asked[:MOST_LISTED]],
+        "has_older": len(asked) > MOST_LISTED,
         "dropped": texts.dropped,
         "is_behind": texts.is_behind,
         "unreadable": texts.unreadable,

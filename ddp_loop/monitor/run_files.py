@@ -29,8 +29,6 @@ from ddp_loop.monitor.sweep_view import Answer
 from ddp_loop.reporting import JsonlTail, count, object_of, text_of
 
 READ_S = 0.5  # for one look; long files take several
-CHUNK = 1 << 20  # bytes that are read at once, and the longest line
-SEEN = 256  # bytes before the position, which change if a resumed run writes its lines again
 MOST_ENTRIES = 20_000  # the newest ones
 MOST_NAME = 100
 MOST_START = 300
@@ -63,7 +61,7 @@ def regular_file(path: Path | str, folder: int | None = None) -> Iterator[tuple[
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         form = os.fstat(file)
         if not stat.S_ISREG(form.st_mode):
@@ -102,7 +100,7 @@ class Entry:
     height: int
 
 
-class EntryList:
+class EntryList(JsonlTail):
     """The lines of a growing file, in their order; lines of a run that was cut back are read again.
 
     Args:
@@ -112,57 +110,26 @@ class EntryList:
     Attributes:
         entries: the newest ones.
         dropped: the number of older ones.
-        unreadable: the number of lines that are none.
         is_behind: whether there is more to read now.
     """
 
     def __init__(self, path: Path, part: str) -> None:
-        self._path = path
+        super().__init__(path, follow=False)
         self._part = part
-        self._forget()
 
     def _forget(self) -> None:
+        super()._forget()
         self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
-        self.dropped = self.unreadable = self._at = 0
-        self.is_behind = self._skips = False
-        self._before = b""
-        self._file: tuple[int, int] | None = None
+        self.dropped = 0
+        self.is_behind = False
 
     def look(self) -> None:
         """Read the lines that are new."""
-        try:
-            with (
-                regular_file(self._path) as (file, form),
-                suppress(OSError),
-            ):  # the disk fails: the next look tries again
-                known = os.pread(file, len(self._before), self._at - len(self._before))
-                if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
-                    self._forget()
-                self._file = (form.st_dev, form.st_ino)
-                self._read(file, form.st_size)
-        except OSError:
-            self._forget()
+        for update in self.updates(time.monotonic() + READ_S):
+            self.is_behind = update.more
 
-    def _read(self, file: int, size: int) -> None:
-        deadline = time.monotonic() + READ_S
-        self.is_behind = False
-        while self._at < size:
-            if time.monotonic() > deadline:
-                self.is_behind = True
-                return
-            data = os.pread(file, CHUNK, self._at)
-            whole = data.rfind(b"\n") + 1
-            if not whole and len(data) < CHUNK:
-                return  # this line is being written
-            if whole:
-                self._take(data[:whole])
-            else:
-                self._skips = True
-                whole = len(data)
-            self._before = (self._before + data[:whole])[-SEEN:]
-            self._at += whole
-
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes) -> list[dict[str, Any]]:
+        """Keep the lines' places; no rows."""
         at = self._at
         for line in data[:-1].split(b"\n"):
             entry = None if self._skips else self._entry(at, line)
@@ -173,6 +140,7 @@ class EntryList:
             else:
                 self.dropped += len(self.entries) == MOST_ENTRIES
                 self.entries.append(entry)
+        return []
 
     def _entry(self, at: int, line: bytes) -> Entry | None:
         found = object_of(line) or {}
@@ -196,7 +164,7 @@ class EntryList:
 
     def text_of(self, entry: Entry) -> str | None:
         """Return the whole text of an entry; None if the file is a different one by now."""
-        with suppress(OSError), regular_file(self._path) as (file, _):
+        with suppress(OSError), regular_file(self.path) as (file, _):
             text = (object_of(os.pread(file, entry.size, entry.at)) or {}).get(self._part)
             if isinstance(text, str) and text[:MOST_START] == entry.start:
                 return text[:MOST_TEXT]
@@ -247,8 +215,7 @@ def list_console(run: Path) -> list[str]:
     names = []
     with suppress(OSError), opened(run / CONSOLE) as folder:
         for name in os.listdir(folder):
-            stem, ending = os.path.splitext(name)
-            if ending == ".log" and CONSOLE_FILE.fullmatch(stem):
+            if (stem := name.removesuffix(".log")) != name and CONSOLE_FILE.fullmatch(stem):
                 names.append(stem)
     return sorted(names, key=lambda name: (name == "continued", int(name.partition("-")[2] or 0)))
 
@@ -272,16 +239,15 @@ def read_console(run: Path, name: str, first: int | None = None, before: int | N
 
 
 def _piece(file: int, size: int, first: int | None, before: int | None) -> dict[str, Any]:
-    follows = first is not None
     end = size if before is None else min(before, size)
     start = min(first, size) if first is not None else max(0, end - PIECE)
     data = os.pread(file, min(PIECE, end - start), start)
-    if not follows and start:  # from the beginning of a line, if there is one, or else of a letter
+    if first is None and start:  # from the beginning of a line, if there is one, or else of a letter
         skipped = data.find(b"\n") + 1 or next((at for at, one in enumerate(data[:4]) if one & 0xC0 != 0x80), 0)
-        start = start + skipped
+        start += skipped
         data = data[skipped:]
-    if before is None and (cut := _UNFINISHED.search(data[-80:])) and cut.end() - cut.start() < len(data):
-        data = data[: len(data) - (cut.end() - cut.start())]  # the next piece has the rest
+    if before is None and (cut := _UNFINISHED.search(data[-80:])) and len(cut[0]) < len(data):
+        data = data[: -len(cut[0])]  # the next piece has the rest
     return {"start": start, "end": start + len(data), "size": size, "text": clean(data)}
 
 

@@ -277,7 +277,7 @@ class Snapshot:
         lines = self.lines.values() if since is None else (line for line in self.lines.values() if line[0] > since)
         gone = [] if since is None else [key for key, version in self.removed.items() if version > since]
         about = {"version": self.version, "all": since is None, "folders": self.given, "removed": gone}
-        return f'{_json(about)[:-1]},"runs":[{",".join(text for _, text in lines)}]}}'
+        return f'{as_json(about)[:-1]},"runs":[{",".join(text for _, text in lines)}]}}'
 
 
 class RunList:
@@ -327,7 +327,7 @@ class RunList:
             runs[folder] = run
             is_changed = run.look(deadline)
             known = self.now.lines.get(run.key)
-            lines[run.key] = (version, _json(run.said)) if is_changed or known is None else known
+            lines[run.key] = (version, as_json(run.said)) if is_changed or known is None else known
         self._runs = runs
         removed = {key: at for key, at in self.now.removed.items() if key not in lines}
         removed |= {key: version for key in self.now.lines if key not in lines}
@@ -373,5 +373,6 @@ def _named(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _json(value: dict[str, Any]) -> str:
+def as_json(value: Mapping[str, Any]) -> str:
+    """Return values as JSON that a browser reads: without NaN."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))

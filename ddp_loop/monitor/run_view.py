@@ -69,6 +69,7 @@ class RunView:
         self._rows = MetricSeries()
         self._evaluations = MetricSeries()
         self._logged = MetricSeries()
+        self._series = (self._rows, self._evaluations, self._logged)
         self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, LOGGED, RANKS)]
         self._ranks: list[dict[str, float | int | None]] = []
         self._profile: dict[str, Any] | None = None
@@ -83,7 +84,7 @@ class RunView:
         self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
         deadline = time.monotonic() + READ_S
         self._is_behind = False
-        for tail, series in zip(self._tails, (self._rows, self._evaluations, self._logged, None), strict=True):
+        for tail, series in zip(self._tails, (*self._series, None), strict=True):
             for update in tail.updates(deadline):
                 if series is None:
                     self._take_ranks(update)
@@ -180,7 +181,7 @@ class RunView:
                 problems.append(f"{tail.path.name}: {many} cannot be read, the first is line {tail.first_unreadable}")
             if tail.half and self._run.state not in ("running", "stopping"):
                 problems.append(f"{tail.path.name}: the last line is half-written and left out ({tail.half} bytes)")
-        for name, columns in ((ROWS, self._rows), (EVALUATIONS, self._evaluations), (LOGGED, self._logged)):
+        for name, columns in zip((ROWS, EVALUATIONS, LOGGED), self._series, strict=True):
             if columns.refused:
                 problems.append(f"{name}: {columns.refused} rows have no iteration and are left out")
             if columns.left_out:
@@ -229,7 +230,7 @@ class RunView:
             self._poll()
             rows = self._rows
             points_of = self._evaluations
-            found = dict.fromkeys(name for one in (rows, points_of, self._logged) for name in one.names if name != TIME)
+            found = dict.fromkeys(name for one in self._series for name in one.names if name != TIME)
             asked = found.keys() if metrics is None else found.keys() & metrics
             iterations = rows.iterations
             places = self._places(axis, rows)
@@ -304,7 +305,7 @@ class RunView:
         with self._turn:
             self._poll()
             found: dict[str, Any] = {}
-            for kind, series in (("row", self._rows), ("evaluation", self._evaluations), ("logged", self._logged)):
+            for kind, series in zip(("row", "evaluation", "logged"), self._series, strict=True):
                 if name not in series.names or name == TIME:
                     continue
                 values = series.values(name)
@@ -323,7 +324,7 @@ def _places(axis: str, places: Values) -> list[float] | list[int]:
     return found
 
 
-def _listed(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
+def _listed(values: Values) -> list[float | None]:
     return [nothing_for_nan(value) for value in values.tolist()]
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.reporting import Columns, columns_of
+from ddp_loop.reporting import Columns, columns_of, count
 
 MOST_COLUMNS = 64
-MOST_STEPS = 10**12
 _KEYS = ("iteration", "epoch")
 AXES = ("step", "epoch", "time")
 DIGITS = {"epoch": 5, "time": 3}  # after the point
@@ -60,44 +59,41 @@ class MetricSeries:
 
     def _append(self, columns: Columns) -> None:
         """Add columns whose rows follow the last one."""
-        before = len(self)
-        count = len(columns.values)
+        self._add_names(columns.names)
         for key in _KEYS:
             self._keys[key].frombytes(columns.column(key).astype(np.int64).tobytes())
-        for name in columns.names:
-            if name not in _KEYS and name not in self._columns:
-                if len(self._columns) < MOST_COLUMNS:
-                    self._columns[name] = array("d", [nan]) * before
-                else:
-                    self.left_out.add(name)
         for name, column in self._columns.items():
             if name in columns.names:
                 column.frombytes(columns.column(name).tobytes())
             else:
-                column.extend(array("d", [nan]) * count)
+                column.extend(array("d", [nan]) * len(columns.values))
+
+    def _add_names(self, names: Iterable[str]) -> None:
+        """Begin a column for each new name, if there is room."""
+        for name in names:
+            if name not in _KEYS and name not in self._columns:
+                if len(self._columns) < MOST_COLUMNS:
+                    self._columns[name] = array("d", [nan]) * len(self)
+                else:
+                    self.left_out.add(name)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row. Rows of later iterations are removed; a row of the same iteration is extended."""
-        iteration, epoch = (row.get(key) for key in _KEYS)
-        if type(iteration) is not int or not 0 <= iteration <= MOST_STEPS:
+        iteration = count(row.get("iteration"))
+        if iteration is None:
             self.refused += 1
             return
         if len(self) and iteration < self._keys["iteration"][-1]:
             self._cut(iteration)
         if not len(self) or iteration > self._keys["iteration"][-1]:
             self._keys["iteration"].append(iteration)
-            self._keys["epoch"].append(epoch if type(epoch) is int and 0 <= epoch <= MOST_STEPS else 0)
+            self._keys["epoch"].append(count(row.get("epoch")) or 0)
             for column in self._columns.values():
                 column.append(nan)
-        for name, value in row.items():
-            if name in _KEYS or not (value is None or isinstance(value, int | float)):
-                continue
-            if name not in self._columns:
-                if len(self._columns) >= MOST_COLUMNS:
-                    self.left_out.add(name)
-                    continue
-                self._columns[name] = array("d", [nan]) * len(self)
-            self._columns[name][-1] = _number(value)
+        numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        self._add_names(numbers)
+        for name in numbers.keys() & self._columns.keys():
+            self._columns[name][-1] = _number(numbers[name])
 
     def _cut(self, iteration: int) -> None:
         keep = int(np.searchsorted(self.iterations, iteration))
@@ -128,12 +124,11 @@ class MetricSeries:
         return row | {name: nothing_for_nan(column[-1]) for name, column in self._columns.items()}
 
 
-def _number(value: object) -> float:
+def _number(value: float | None) -> float:
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        return float(value) if value is not None and isfinite(value) else nan
+    except OverflowError:  # a whole number may be larger than each float
         return nan
-    return number if isfinite(number) else nan
 
 
 def nothing_for_nan(value: float) -> float | None:
@@ -171,8 +166,7 @@ def places_of(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64
     if not len(starts):
         return np.arange(count, dtype=np.int64)
     ends = np.append(starts[1:], count - 1) - 1
-    pairs = np.stack([starts, ends], axis=1).reshape(-1)
-    places: npt.NDArray[np.int64] = np.append(pairs, count - 1)
+    places: npt.NDArray[np.int64] = np.append(np.stack([starts, ends], axis=1), count - 1)
     return places
 
 
@@ -188,14 +182,8 @@ def extremes(values: Values, starts: npt.NDArray[np.int64]) -> Values:
     missing = np.isnan(table)
     low = np.where(missing, np.inf, table)
     high = np.where(missing, -np.inf, table)
-    first = low.argmin(axis=1)
-    second = high.argmax(axis=1)
-    row = np.arange(len(starts))
-    least = table[row, first]
-    most = table[row, second]
-    rises = first <= second
-    pairs = np.stack([np.where(rises, least, most), np.where(rises, most, least)], axis=1)
-    curve: Values = np.append(pairs.reshape(-1), values[-1])
+    places = np.sort(np.stack([low.argmin(axis=1), high.argmax(axis=1)], axis=1), axis=1)
+    curve: Values = np.append(np.take_along_axis(table, places, axis=1), values[-1])
     return curve
 
 
@@ -231,7 +219,7 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
         return np.zeros(1), np.zeros(1)
     steps = rows.iterations
     epochs = np.maximum.accumulate(rows.epochs)
-    each = min(steps_per_epoch or 0, MOST_STEPS)  # a damaged file may say anything
+    each = steps_per_epoch or 0
     changes = np.flatnonzero(np.diff(epochs))
     planned = epochs[changes].astype(np.float64) * each
     fits = (steps[changes] <= planned) & (planned < steps[changes + 1])
@@ -246,9 +234,7 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
 
 def seconds_of(series: MetricSeries) -> Values:
     """Return the elapsed seconds of each line; between two known ones for a line without, and never falling."""
-    if "elapsed_s" not in series.names:
-        return np.zeros(len(series))
-    seconds = series.values("elapsed_s")
+    seconds = series.values("elapsed_s") if "elapsed_s" in series.names else np.full(len(series), nan)
     steps = series.iterations
     known = np.isfinite(seconds)
     if not known.any():

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ddp_loop.checkpoint import write_text_atomic
 from ddp_loop.monitor.app import MonitorApp, make_app
 from ddp_loop.monitor.demo import fake_runs
 
@@ -87,9 +88,7 @@ def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
     link = f"http://{f'[{name}]' if ':' in name else name}:{port}/#token={token}"
     with tempfile.TemporaryDirectory(prefix="ddp_loop-page-") as folder:
         path = Path(folder) / "link"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(file, "w", encoding="utf-8") as opened:
-            opened.write(link + "\n")
+        write_text_atomic(path, link + "\n", is_private=True)
         yield link, path
 
 
@@ -187,7 +186,7 @@ def serve(
                 )
             for run in runs:
                 if not run.is_dir():
-                    like = difflib.get_close_matches(run.name, (one.name for one in _folders_beside(run)), 1)
+                    like = difflib.get_close_matches(run.name, _folders_beside(run), 1)
                     meant = f" Did you mean {run.with_name(like[0])}?" if like else ""
                     say(f"WARNING: {run} is no folder yet. The page shows it once a run begins there.{meant}")
             say(f"Page: {link}")
@@ -198,9 +197,9 @@ def serve(
                 make_server(site, listening, token, names_of(host, also)).run(sockets=[listening])
 
 
-def _folders_beside(run: Path) -> list[Path]:
+def _folders_beside(run: Path) -> list[str]:
     try:
-        return [one for one in run.absolute().parent.iterdir() if one.is_dir()]
+        return [one.name for one in run.absolute().parent.iterdir() if one.is_dir()]
     except OSError:
         return []
 

@@ -83,9 +83,8 @@ def read_table(folder: Path, name: str) -> Answer:
         return 404, "There is no such table."
     except (ValueError, RecursionError) as error:
         return 422, f"The table {name} cannot be read ({str(error)[:200]})."
-    if not isinstance(found, dict):
-        return 422, f"The table {name} has no rows, columns and values."
-    rows, columns, values = (found.get(part) for part in ("rows", "columns", "values"))
+    table = found if isinstance(found, dict) else {}
+    rows, columns, values = (table.get(part) for part in ("rows", "columns", "values"))
     if not (isinstance(rows, list) and isinstance(columns, list) and isinstance(values, list)):
         return 422, f"The table {name} has no rows, columns and values."
     if max(len(rows), len(columns)) > MOST_SIDE:
@@ -98,7 +97,7 @@ def read_table(folder: Path, name: str) -> Answer:
         "rows": [str(label)[:MOST_LABEL] for label in rows],
         "columns": [str(label)[:MOST_LABEL] for label in columns],
         "values": [[finite(value) for value in one] for one in values],
-        "iteration": count(found.get("iteration")),
+        "iteration": count(table.get("iteration")),
     }
 
 

@@ -1,7 +1,7 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
 from ddp_loop.reporting.exports import PictureStyle, compare, export
-from ddp_loop.reporting.images import as_pixels, png
+from ddp_loop.reporting.images import Pixels, as_pixels, png
 from ddp_loop.reporting.jsonl import (
     Columns,
     JsonlTail,
@@ -15,6 +15,7 @@ from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import (
     NORM,
+    PLACE,
     RATE,
     UNUSED,
     UNUSED_AT_LEAST,
@@ -64,6 +65,7 @@ __all__ = [
     "EVALUATION",
     "FAILED_TRIAL",
     "NORM",
+    "PLACE",
     "RATE",
     "SWEEP",
     "SWEEP_LOCK",
@@ -78,6 +80,7 @@ __all__ = [
     "LoggedValues",
     "OnRow",
     "PictureStyle",
+    "Pixels",
     "Receivers",
     "Reporter",
     "RunQuery",

@@ -14,10 +14,9 @@ from ddp_loop import plots
 from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE
 from ddp_loop.plots import Panel
 from ddp_loop.reporting.jsonl import read_lines
-from ddp_loop.reporting.rows import NORM, RATE, is_metric, weighing_columns
+from ddp_loop.reporting.rows import NORM, PLACE, RATE, is_metric, weighing_columns
 
 _SMALL_MIB = 64  # some 400,000 rows, which are read and drawn in 5 s
-_NO_PANEL = {"epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"}
 
 
 def export_if_small(run: Path) -> None:
@@ -122,7 +121,7 @@ def _panels(run: Path, rows: list[dict[str, Any]]) -> dict[str, Panel]:
     evaluations = read_lines(run / EVALUATIONS)
     logged = read_lines(run / LOGGED)
     names, of_evaluations, of_script = (
-        [name for name in dict.fromkeys(name for row in lines for name in row) if name not in _NO_PANEL]
+        [name for name in dict.fromkeys(name for row in lines for name in row) if name not in PLACE]
         for lines in (rows, evaluations, logged)
     )
     averaged = {name for columns in set(map(tuple, rows)) for name in weighing_columns(columns)}

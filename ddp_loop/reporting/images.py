@@ -64,7 +64,7 @@ def _bytes(array: np.ndarray[Any, Any]) -> Pixels:
     if array.dtype.kind == "b":
         scaled = np.multiply(array, 255, dtype=np.uint8)
     elif array.dtype.kind == "f":
-        finite = np.nan_to_num(array.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
+        finite = np.nan_to_num(array.astype(np.float32))
         scaled = np.rint(np.clip(finite, 0, 1) * 255)
     return scaled.astype(np.uint8)
 

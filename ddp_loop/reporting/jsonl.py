@@ -84,7 +84,7 @@ class JsonlTail:
 
     def __init__(self, path: Path, *, follow: bool = True) -> None:
         self.path = path
-        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        self._flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         self._forget()
 
     def _forget(self) -> None:
@@ -126,7 +126,7 @@ class JsonlTail:
         self._file = identity
         data = os.pread(file, CHUNK, self._at)
         whole = data.rfind(b"\n") + 1
-        rows = self._parse(data[:whole])
+        rows = self._take(data[:whole]) if whole else []
         if not whole and len(data) == CHUNK:  # this line is too long
             self._skips = True
             whole = CHUNK
@@ -138,9 +138,8 @@ class JsonlTail:
         self.half = max(0, size - self._at) if not more else 0
         return TailUpdate(restarted, rows, more)
 
-    def _parse(self, data: bytes) -> list[dict[str, Any]]:
-        if not data:
-            return []
+    def _take(self, data: bytes) -> list[dict[str, Any]]:
+        """Parse whole lines, the first of which starts at `_at`."""
         lines = data.count(b"\n")
         if not self._skips and (rows := _all_objects(data[:-1], lines)) is not None:
             self.lines += lines

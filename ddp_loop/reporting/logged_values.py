@@ -24,7 +24,7 @@ import torch
 
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.checkpoint import EVALUATIONS, IMAGE_FOLDER, IMAGES, LOGGED, TEXTS
-from ddp_loop.reporting.images import png
+from ddp_loop.reporting.images import Pixels, png
 from ddp_loop.reporting.jsonl import CHUNK, JsonlWriter, RunFiles, is_number, line_of
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.tables import tables_of
@@ -184,7 +184,7 @@ class LoggedValues:
         text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no letter for others
         self._add_once(TEXTS, epoch, iteration, {"name": name, "text": text}, "log_text", name, text, iteration)
 
-    def add_image(self, epoch: int, iteration: int, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def add_image(self, epoch: int, iteration: int, name: str, pixels: Pixels) -> None:
         """Write an image, shape (height, width, 3)."""
         file = f"{IMAGE_FOLDER}/{hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()[:8]}-{iteration}.png"
         height, width, _ = pixels.shape
@@ -264,7 +264,7 @@ def as_logged(name: object, value: Any) -> Logged:
     """
     if type(value) is float:
         return value
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    if isinstance(value, int | float | np.bool_ | np.integer | np.floating):
         with suppress(OverflowError):  # a whole number may be larger than each float
             return float(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -12,8 +13,8 @@ NORM = "gradient_norm"
 RATE = "learning_rate"
 UNUSED = "unused_samples"
 UNUSED_AT_LEAST = "unused_samples_at_least"  # of an epoch, in its last row
-_BESIDE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", NORM, "samples_per_s", "elapsed_s", "loss"})
-_BESIDE |= {UNUSED, UNUSED_AT_LEAST}
+PLACE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"})  # of a line: no values
+_BESIDE = PLACE | {NORM, "samples_per_s", "loss", UNUSED, UNUSED_AT_LEAST}
 
 
 def is_metric(name: str) -> bool:
@@ -68,9 +69,9 @@ class WeightedMeans:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._weights: dict[str, float] = {}  # by name: not every row has all
-        self._totals: dict[str, float] = {}
+        self._sums = defaultdict[str, float](float)
+        self._weights = defaultdict[str, float](float)  # by name: not every row has all
+        self._totals = defaultdict[str, float](float)
         self.rows = self.samples = self.skipped = 0
 
     def add(self, samples: int, values: Mapping[str, float]) -> None:
@@ -80,21 +81,18 @@ class WeightedMeans:
         if values.get("skipped"):
             self.skipped += 1
             return
-        sums = self._sums
-        weights = self._weights
-        totals = self._totals
         for name, by in weighing_columns(tuple(values)).items():
             weight = values.get(by, samples)
-            sums[name] = sums.get(name, 0.0) + weight * values[name]
-            weights[name] = weights.get(name, 0.0) + weight
-            totals[name] = totals.get(name, 0.0) + values[name]
+            self._sums[name] += weight * values[name]
+            self._weights[name] += weight
+            self._totals[name] += values[name]
 
     def add_all(self, other: WeightedMeans) -> None:
         """Add the rows of other means."""
         for name, total in other._sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + total
-            self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
-            self._totals[name] = self._totals.get(name, 0.0) + other._totals[name]
+            self._sums[name] += total
+            self._weights[name] += other._weights[name]
+            self._totals[name] += other._totals[name]
         self.rows += other.rows
         self.samples += other.samples
         self.skipped += other.skipped

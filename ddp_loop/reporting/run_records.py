@@ -264,9 +264,8 @@ class _RunReader:
             files = [self._evaluations, self._logged, self._rows]
             self._rows.sums = sums_in(status)
             is_behind = [one.update(is_lower, deadline) for one in files]
-            parameters = trial.get("parameters") if trial else None
-            parameters = parameters if isinstance(parameters, dict) else run.get("config")
-            parameters = parameters if isinstance(parameters, dict) else {}
+            given = (trial.get("parameters"), run.get("config"))
+            parameters = next((one for one in given if isinstance(one, dict)), {})
             state = state_of(self._folder, status, trial)
             elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
             step = count(status.get("iteration")) or 0

@@ -135,9 +135,9 @@ def _labels(
     labels: dict[str, str] = {}
     for name in dict.fromkeys(names):
         label = f"{prefix}{short_name(name)}"
-        while taken & {form.format(label) for form in forms}:
+        while taken & (columns := {form.format(label) for form in forms}):
             label = f"{other}{label}"
-        taken |= {form.format(label) for form in forms}
+        taken |= columns
         labels[name] = label
     return labels
 
@@ -215,20 +215,20 @@ def _number(value: Any) -> float | None:
 
 def ordered(rows: list[dict[str, Any]], column: str, *, descending: bool) -> list[dict[str, Any]]:
     """Return rows in the order of a column: numbers, then texts; what is missing or NaN comes last."""
-    numbers: list[tuple[float, dict[str, Any]]] = []
-    texts: list[tuple[str, dict[str, Any]]] = []
+    numbers = []
+    texts = []
     missing = []
     for row in rows:
         number = _number(row.get(column))
         if column not in row or (number is not None and math.isnan(number)):
             missing.append(row)
         elif number is not None:
-            numbers.append((number, row))
+            numbers.append(row)
         else:
-            texts.append((str(row[column]), row))
-    numbers.sort(key=itemgetter(0), reverse=descending)
-    texts.sort(key=itemgetter(0), reverse=descending)
-    return [*(row for _, row in numbers), *(row for _, row in texts), *missing]
+            texts.append(row)
+    numbers.sort(key=lambda row: float(row[column]), reverse=descending)
+    texts.sort(key=lambda row: str(row[column]), reverse=descending)
+    return numbers + texts + missing
 
 
 def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
@@ -306,8 +306,7 @@ def fitting(table: RunTable, rows: list[dict[str, Any]], width: int | None) -> t
     ranking = table.ranking | {name: _DULL for name in table.columns if _is_dull(name, table, rows)}
     shown = list(table.columns)
     while width is not None and len(shown) > 1 and sum(widths[name] + _GAP for name in shown) - _GAP > width:
-        place = max(range(len(shown)), key=lambda place: (ranking[shown[place]], place))
-        del shown[place]
+        shown.remove(max(reversed(shown), key=ranking.__getitem__))  # of equal ones the last
     return shown, [name for name in table.columns if name not in shown]
 
 
@@ -493,8 +492,8 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     if sweep is not None and by is None:
         name = ""  # the trial knows what it took
         lower = not highest and sweep.get("direction") != "maximize"
-        found: list[_Found] = [(one.value, None, one) for one in records if one.value is not None]
-        found = [one for one in found if one[2].state == "done"]
+        done = [one for one in records if one.state == "done"]
+        found: list[_Found] = [(one.value, None, one) for one in done if one.value is not None]
         missing = "No trial is done with a value."
     else:
         name, lower, found, missing = _decided(records, by, highest=highest)
@@ -525,7 +524,7 @@ def _decided(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> 
         by, highest: as in `best_run`.
     """
     values, others = _values_of(records)
-    decides = ("evaluations", "loss") if by is None else {**others, **values}[column_named(by, sorted(values), others)]
+    decides = ("evaluations", "loss") if by is None else (others | values)[column_named(by, sorted(values), others)]
     found = _best_of_each(records, decides)
     if by is None and not found and "score" in values:
         decides = values["score"]

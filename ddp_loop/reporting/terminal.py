@@ -102,6 +102,11 @@ class ProgressView:
         """The remaining time, as "1:12 left"; empty if it is unknown."""
         return "" if self.left_s is None else f"{as_clock(self.left_s)} left"
 
+    @property
+    def slow(self) -> str:
+        """The rank that the others wait for, as "rank 3 is slowest"; empty without one."""
+        return "" if self.slow_rank is None else f"rank {self.slow_rank} is slowest"
+
     def line(self) -> str:
         """Return the whole view as a line of text."""
         means = [
@@ -109,9 +114,7 @@ class ProgressView:
             for name, value in self.values.items()
             if not _is_beside(name)
         ]
-        slow = [] if self.slow_rank is None else [f"rank {self.slow_rank} is slowest"]
-        parts = [*means, self.speed, *([self.left] if self.left else []), *slow]
-        return f"{self.place}: {', '.join(parts)}"
+        return f"{self.place}: {', '.join(filter(None, [*means, self.speed, self.left, self.slow]))}"
 
 
 def _title(name: str) -> str:
@@ -412,7 +415,7 @@ class LiveDisplay:
         width = self._console.width
         bar = self._bar(view, width)
         curve = self._curve(view.losses, width)
-        place = [] if bar is not None else flowed([view.place, view.left] if view.left else [view.place], width)
+        place = [] if bar is not None else flowed([view.place, view.left], width)
         lines = [*place, *flowed(cells(view), width), *([curve] if curve else [])]
         texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
         return Group(*([] if bar is None else [bar]), *texts)
@@ -449,14 +452,13 @@ def cells(view: ProgressView) -> list[str]:
     ]
     ranks = view.extent.ranks
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {view.extent.device}"
-    slow = f", rank {view.slow_rank} is slowest" if view.slow_rank is not None else ""
-    return [*cells, view.speed, f"{as_clock(view.elapsed_s)} elapsed", where + slow]
+    return [*cells, view.speed, f"{as_clock(view.elapsed_s)} elapsed", ", ".join(filter(None, [where, view.slow]))]
 
 
 def flowed(cells: Sequence[str], width: int) -> list[str]:
-    """Join cells to as few lines as possible."""
+    """Join cells to as few lines as possible; empty ones are left out."""
     lines: list[str] = []
-    for cell in cells:
+    for cell in filter(None, cells):
         if lines and len(lines[-1]) + len(_BETWEEN) + len(cell) <= width:
             lines[-1] += _BETWEEN + cell
         else:

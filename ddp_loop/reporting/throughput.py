@@ -141,11 +141,9 @@ class Throughput:
 
     Args:
         began_s: when the first step began.
-        window_s: length of the window.
     """
 
-    def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
+    def __init__(self, began_s: float) -> None:
         self._sum = 0
         self._marks: deque[tuple[float, int]] = deque([(began_s, 0)])
 
@@ -153,10 +151,10 @@ class Throughput:
         """Add samples, and return the rate."""
         self._sum += samples
         marks = self._marks
-        while len(marks) > 1 and marks[1][0] <= elapsed_s - self._window_s:
+        while len(marks) > 1 and marks[1][0] <= elapsed_s - WINDOW_S:
             marks.popleft()
         since_s, before = marks[0]
-        if elapsed_s - marks[-1][0] >= self._window_s / _PARTS:
+        if elapsed_s - marks[-1][0] >= WINDOW_S / _PARTS:
             marks.append((elapsed_s, self._sum))
         return (self._sum - before) / (elapsed_s - since_s) if elapsed_s > since_s else 0.0
 

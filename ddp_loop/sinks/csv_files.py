@@ -59,7 +59,7 @@ class _CsvFile:
             self._rewrite([], [])
         if not self._names.keys() >= row.keys():
             self.flush()
-            self._rewrite([*dict.fromkeys([*self._names, *row])], read_csv(self._path))
+            self._rewrite([*self._names | dict.fromkeys(row)], read_csv(self._path))
         self._lines.append(",".join([_cell(row[name]) if name in row else "" for name in self._names]))
         if time.monotonic() - self._flushed > _FLUSH_S:
             self.flush()

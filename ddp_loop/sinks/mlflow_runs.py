@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting import RunStart, png
-from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
-from ddp_loop.sinks.protocol import Pixels
+from ddp_loop.reporting import Pixels, RunStart, png
+from ddp_loop.sinks.points import Point, PointSink, keep, kept, require
 
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
@@ -29,10 +28,11 @@ def _key(name: str) -> str:
     return key
 
 
-class _Mlflow:
+class _Mlflow(PointSink):
     """See `mlflow_sink`."""
 
     def __init__(self, experiment: str, run_name: str | None, tracking_uri: str | None, every_s: float) -> None:
+        super().__init__(every_s)
         self._experiment = experiment
         self._run_name = run_name
         self._uri = tracking_uri
@@ -41,10 +41,6 @@ class _Mlflow:
         self._status = "FINISHED"
         self._sent: dict[str, int] = {}  # the last step of each metric that an earlier process sent
         self._files = Counter[str]()  # how many texts or images have a name
-        self._points = PointQueue(self._send, every_s)
-        self.evaluated = self._points.add_evaluation
-        self.logged = self._points.add_logged
-        self.flush = self._points.flush
 
     def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
@@ -84,9 +80,6 @@ class _Mlflow:
             if point.iteration > self._sent.get(key, -1)
         ]
         self._client.log_batch(self._run, metrics=metrics)
-
-    def __call__(self, row: Row) -> None:
-        self._points.add_row(row)
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._client.log_text(self._run, text, f"texts/{self._file(name, iteration, 'txt')}")

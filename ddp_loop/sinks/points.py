@@ -7,14 +7,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_loop.reporting import RunStart, WeightedMeans, is_averaged
+from ddp_loop.reporting import PLACE, RunStart, WeightedMeans, is_averaged
 
 Row = Mapping[str, Any]
-BESIDE = ("epoch", "iteration", "samples", "weight", "skipped", "elapsed_s")  # of a line: its place, no values
 
 
 class Point(NamedTuple):
@@ -33,68 +32,70 @@ class Point(NamedTuple):
     at_s: float
 
 
-class PointQueue:
-    """Points that wait to be sent: of rows the mean since the last one that was sent, of everything else each one.
+class PointSink:
+    """A sink of points, which wait to be sent: of rows the mean since the last one that was sent, of all else each one.
 
     Args:
-        send: called with the points that waited, in order.
-        every_s: seconds between two calls, at least, but for evaluations and `flush`.
+        every_s: seconds between two calls of `_send`, at least, but for evaluations and `flush`.
     """
 
-    def __init__(self, send: Callable[[list[Point]], None], every_s: float) -> None:
-        self._send = send
+    def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._means = WeightedMeans()
         self._last: Row = {}
         self._waiting: list[Point] = []
-        self._sent = time.monotonic()
+        self._sent_at = time.monotonic()
         self._has_row = False
 
-    def add(self, kind: str, values: Mapping[str, Any], iteration: int) -> None:
-        """Add a point."""
+    def _send(self, points: list[Point]) -> None:
+        """Send the points that waited, in order."""
+        raise NotImplementedError
+
+    def _add(self, kind: str, values: Mapping[str, Any], iteration: int) -> None:
         self._waiting.append(Point(kind, values, iteration, time.time()))
         self._flush_if_time()
 
-    def add_row(self, row: Row) -> None:
-        """Add a row; the first one is sent at once."""
+    def __call__(self, row: Row) -> None:
+        """Take a row; the first one is sent at once."""
         self._means.add(int(row["samples"]), row)
         self._last = dict(row)
         if self._has_row:
             self._flush_if_time()
         else:
             self._has_row = True
-            self.flush()
+            self._send_waiting()
 
-    def add_evaluation(self, line: Row) -> None:
-        """Add the result of an evaluation, and send it; null is NaN."""
-        self.add("evaluation", {f"evaluation/{name}": value for name, value in _values_of(line)}, line["iteration"])
-        self.flush()
+    def evaluated(self, line: Row) -> None:
+        """Take the result of an evaluation, and send it; null is NaN."""
+        self._add("evaluation", {f"evaluation/{name}": value for name, value in _values_of(line)}, line["iteration"])
+        self._send_waiting()
 
-    def add_logged(self, line: Row) -> None:
-        """Add logged values; null is NaN."""
-        self.add("logged", dict(_values_of(line)), line["iteration"])
+    def logged(self, line: Row) -> None:
+        """Take logged values; null is NaN."""
+        self._add("logged", dict(_values_of(line)), line["iteration"])
 
     def _flush_if_time(self) -> None:
-        if time.monotonic() - self._sent >= self._every_s:
-            self.flush()
+        if time.monotonic() - self._sent_at >= self._every_s:
+            self._send_waiting()
 
     def flush(self) -> None:
-        """Send the waiting points."""
+        """Send the points so far."""
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
         if self._means.rows:
-            values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
-            for name in BESIDE:
-                values.pop(name, None)
+            last = {name: one for name, one in self._last.items() if name not in PLACE and not is_averaged(name)}
+            self._waiting.append(Point("row", last | self._means.means(), self._last["iteration"], time.time()))
             self._means = WeightedMeans()
-            self._waiting.append(Point("row", values, self._last["iteration"], time.time()))
         waiting = self._waiting
         self._waiting = []
-        self._sent = time.monotonic()
+        self._sent_at = time.monotonic()
         if waiting:
             self._send(waiting)
 
 
 def _values_of(line: Row) -> list[tuple[str, float]]:
-    return [(name, math.nan if one is None else one) for name, one in line.items() if name not in BESIDE]
+    return [(name, math.nan if one is None else one) for name, one in line.items() if name not in PLACE]
 
 
 def require(package: str) -> None:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
-from ddp_loop.reporting import RunStart
+from ddp_loop.reporting import Pixels, RunStart
 
 __all__ = ["RunStart", "Sink"]
-
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @runtime_checkable

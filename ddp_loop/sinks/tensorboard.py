@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import Point, PointQueue, Row, require
-from ddp_loop.sinks.protocol import Pixels
+from ddp_loop.reporting import Pixels, RunStart
+from ddp_loop.sinks.points import Point, PointSink, Row, require
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:
@@ -25,14 +24,13 @@ def _cell(value: object) -> str:
     return " ".join(str(value).replace("|", "\\|").splitlines())
 
 
-class _TensorBoard:
+class _TensorBoard(PointSink):
     """See `tensorboard_sink`."""
 
     def __init__(self, folder: Path, every_s: float) -> None:
+        super().__init__(every_s)
         self._folder = folder
         self._writer: Any = None
-        self._points = PointQueue(self._send, every_s)
-        self.logged = self._points.add_logged
 
     def begin(self, run: RunStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -40,16 +38,13 @@ class _TensorBoard:
         self.close()
         self._writer = SummaryWriter(str(self._folder), purge_step=run.iteration + 1)
 
-    def __call__(self, row: Row) -> None:
-        self._points.add_row(row)
-
     def _send(self, points: list[Point]) -> None:
         for point in points:
             for name, value in point.values.items():
                 self._writer.add_scalar(name, value, point.iteration, walltime=point.at_s)
 
     def evaluated(self, line: Row) -> None:
-        self._points.add_evaluation(line)
+        super().evaluated(line)
         self._writer.flush()
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
@@ -64,13 +59,13 @@ class _TensorBoard:
     def flush(self) -> None:
         """Write the points so far."""
         if self._writer is not None:
-            self._points.flush()
+            self._send_waiting()
             self._writer.flush()
 
     def close(self) -> None:
         """Write the points so far, and close the file."""
         if self._writer is not None:
-            self._points.flush()
+            self._send_waiting()
             self._writer.close()
             self._writer = None
 

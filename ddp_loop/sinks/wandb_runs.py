@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept, require
-from ddp_loop.sinks.protocol import Pixels
+from ddp_loop.reporting import Pixels, RunStart
+from ddp_loop.sinks.points import Point, PointSink, keep, kept, require
 
 KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each kind of value that was sent
 STEP = "iteration"
 
 
-class _Wandb:
+class _Wandb(PointSink):
     """See `wandb_sink`."""
 
     def __init__(
         self, project: str, name: str | None, mode: str | None, every_s: float, options: dict[str, Any]
     ) -> None:
+        super().__init__(every_s)
         self._project = project
         self._name = name
         self._options = options
@@ -30,10 +30,6 @@ class _Wandb:
         self._id = ""
         self._before = dict[str, int]()  # the last step of each kind of value that earlier processes sent
         self._sent = dict[str, int]()  # and this one too
-        self._points = PointQueue(self._send, every_s)
-        self.evaluated = self._points.add_evaluation
-        self.logged = self._points.add_logged
-        self.flush = self._points.flush
         self._exit_code = 0
 
     def begin(self, run: RunStart) -> None:
@@ -82,22 +78,19 @@ class _Wandb:
         for line in lines:
             self._run.log(line)
 
-    def __call__(self, row: Row) -> None:
-        self._points.add_row(row)
-
     def log_text(self, name: str, text: str, iteration: int) -> None:
-        self._points.add("text", {name: text}, iteration)
+        self._add("text", {name: text}, iteration)
 
     def log_image(self, name: str, pixels: Pixels, iteration: int) -> None:
         import wandb
 
-        self._points.add("image", {name: wandb.Image(pixels)}, iteration)
+        self._add("image", {name: wandb.Image(pixels)}, iteration)
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
         import wandb
 
         rows = [[label, *row] for label, row in zip(table["rows"], table["values"], strict=True)]
-        self._points.add("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
+        self._add("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
 
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which Weights & Biases shows."""

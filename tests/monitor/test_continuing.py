@@ -47,12 +47,12 @@ def pages() -> Iterator[Continuations]:
     """What continues runs; its processes have ended when the test ends."""
     pages = Continuations()
     yield pages
-    for started in pages._started.values():
-        started.process.wait(20)
+    for process, _ in pages._started.values():
+        process.wait(20)
 
 
 def ended(pages: Continuations, run: Path) -> int:
-    process = pages._started[run].process
+    process = pages._started[run][0]
     until(lambda: process.poll() is not None, "the command has ended")
     return int(process.returncode)
 

@@ -23,7 +23,7 @@ from ddp_loop.monitor.run_files import (
     read_console,
     read_image,
 )
-from ddp_loop.reporting import png
+from ddp_loop.reporting import jsonl, png
 from tests.support.logged_files import add_image, add_texts, add_usage, pixels_of, write_console
 
 
@@ -80,7 +80,7 @@ def test_texts_that_a_resumed_run_writes_again_replace_those_before(tmp_path: Pa
 
 
 def test_damaged_lines_are_counted_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "CHUNK", 4096)
+    monkeypatch.setattr(jsonl, "CHUNK", 4096)
     with (tmp_path / "texts.jsonl").open("w") as file:
         file.write(
             'no line\n[]\n{"iteration": -1, "name": "a", "text": "b"}\n{"iteration": 1, "name": "", "text": ""}\n'

@@ -22,7 +22,7 @@ from ddp_loop.reporting import throughput as paces
 from ddp_loop.reporting.jsonl import line_of
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
-from ddp_loop.sinks.points import Point, PointQueue
+from ddp_loop.sinks.points import Point, PointSink
 from ddp_loop.sweeps.folders import Objective, ObjectiveReader
 from ddp_loop.training import gradients
 from tests.support.cases import make_data
@@ -229,6 +229,17 @@ def test_an_epochs_line_is_weighted_as_the_losses_are_and_without_weight_there_i
         assert [line["weight"] for line in lines_of(Path(run) / "rows.jsonl")] == own
 
 
+class KeptPoints(PointSink):
+    """Keeps what a service would get."""
+
+    def __init__(self, every_s: float) -> None:
+        super().__init__(every_s)
+        self.points: list[Point] = []
+
+    def _send(self, points: list[Point]) -> None:
+        self.points += points
+
+
 def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: int) -> tuple[str, dict[str, Any]]:
     """Steps of which some have a second pass and some a metric; returns the epoch's line, and what a service gets.
 
@@ -238,10 +249,9 @@ def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: 
     """
     with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
         model = nn.Linear(1, 1).double()
-        points: list[Point] = []
-        queue = PointQueue(points.extend, 1e9)
+        sink = KeptPoints(1e9)
         data = torch.ones(22, 1, dtype=torch.float64)  # the last of 8 steps has one sample, so one rank has none
-        loop = dl.Loop(dl.Batches(data, 3, world), 1, state={"model": model}, run_dir=run, on_row=queue.add_row)
+        loop = dl.Loop(dl.Batches(data, 3, world), 1, state={"model": model}, run_dir=run, on_row=sink.__call__)
         for step in loop:
             kind = 1.0 + step.iteration % 4
             for number in range(1, 2 + (step.iteration % every == 0)):
@@ -253,9 +263,9 @@ def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: 
                     weight = kind**number * len(inputs) if number in weighted else None
                     step.backward(loss, weight=weight, **metrics)
                 step.fold()
-        queue.flush()
+        sink.flush()
         file.seek(0)
-        return file.read().strip().split("\n")[-1], dict(points[-1].values) if points else {}
+        return file.read().strip().split("\n")[-1], dict(sink.points[-1].values) if sink.points else {}
 
 
 def means_of_unlike_steps(weighted: tuple[int, ...], every: int, first: int = 1) -> dict[str, float]:
@@ -521,8 +531,9 @@ def test_the_weights_are_the_same_bits_with_everything_on_and_off(on_ranks: OnRa
 # -- numbers ---------------------------------------------------------------------------------------------------
 
 
-def test_samples_per_second_are_of_the_last_seconds() -> None:
-    rate = Throughput(10.0, window_s=4.0)
+def test_samples_per_second_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paces, "WINDOW_S", 4.0)
+    rate = Throughput(10.0)
     told = [rate.take(10.0 + second, 100 if second <= 10 else 300) for second in range(1, 21)]
     assert told[:10] == [100.0] * 10
     assert told[-5:] == [300.0] * 5
