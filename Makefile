@@ -25,6 +25,8 @@ train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RA
 # Without bytecode, which the environment may forbid, each process compiles all modules again. It lies beside its source,
 # as that of the installed packages does, and is not looked for elsewhere.
 test test-rest test-all: export PYTHONDONTWRITEBYTECODE =
+# These tests wait for processes that they start: four keep two cores busy for nine tenths of the time.
+test-rest test-all: JOBS = 4
 
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)

@@ -78,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(names, values, indirect=True)
 
 
-LONGEST = "test_gpu_benchmark.py"
+LONGEST = "test_gpu_benchmark.py", "test_ray.py"
 
 
 def needs_no_fakes(item: pytest.Item) -> bool:
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     beyond = combinations(items)
     chosen = (item for item in items if item not in beyond)
-    items[:] = sorted(chosen, key=lambda item: (item.path.name != LONGEST, needs_no_fakes(item)))
+    items[:] = sorted(chosen, key=lambda item: (item.path.name not in LONGEST, needs_no_fakes(item)))
     config.stash[ALL_ITEMS] = list(items)
     mark_tiers(items)
 
