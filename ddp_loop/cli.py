@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **more,
         )
-        command.set_defaults(call=call)
+        command.set_defaults(call=call, refuse=command.error)
         return command
 
     add_run(add)
@@ -413,7 +413,9 @@ def _command(arguments: list[str] | None) -> int:
         print(f"ddp_loop: {_how_to_resume(given[1:])}", file=sys.stderr)
         return FAILED
     end = given.index("--") if "--" in given else len(given)  # the rest belongs to the script
-    options = _parser().parse_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
+    options, unknown = _parser().parse_known_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
+    if unknown:
+        options.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of this command alone
     try:
         return EQUAL if options.call(options) else UNEQUAL
     except BrokenPipeError:

@@ -42,7 +42,9 @@ from ddp_loop.checkpoint.run_folder import (
     check_output,
     forget_stop,
     is_running,
+    no_run,
     read_json,
+    run_id_of,
     stop_and_wait,
 )
 from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
@@ -55,7 +57,6 @@ from ddp_loop.checkpoint.storage import (
     CheckpointStore,
     best_of,
     mebibytes,
-    run_id_of,
     store_of,
 )
 from ddp_loop.checkpoint.weights import export_weights, load, warm_start
@@ -115,6 +116,7 @@ __all__ = [
     "load",
     "mebibytes",
     "names_of_hidden",
+    "no_run",
     "opened",
     "read_json",
     "read_text",

@@ -16,7 +16,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -401,6 +401,29 @@ def check_output(file: Path, suffix: str) -> None:
             raise ValueError(f"{file} is a file of the run in {folder}, and would be lost. Name another file.")
 
 
+def run_id_of(run: Path) -> str | None:
+    """Return the id in run.json; None if it cannot be read."""
+    found = (read_json(run / RUN) or {}).get("id")
+    return found if isinstance(found, str) else None
+
+
+def some_of(names: Sequence[str], most: int = 6) -> str:
+    """Names in a message, such as "a, b and 5 more"; "none" for none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more
+
+
+def no_run(folder: Path, why: str) -> ValueError:
+    """The error of a folder that is none of a run; of a folder of runs it names some."""
+    runs: list[Path] = []
+    with suppress(OSError):
+        found = sorted(folder.glob(f"*/{RUN}")) or sorted(folder.glob(f"*/*/{RUN}"))
+        runs = [one.parent for one in found if run_id_of(one.parent) is not None]
+    if runs:
+        return ValueError(f"{folder} is a folder of runs: {some_of([*map(str, runs)], 3)}. Pass one of them.")
+    return ValueError(f"{folder} {why}. Pass the folder of Loop(run_dir=...).")
+
+
 def ask_to_stop(run: Path, why: str) -> None:
     """Ask a run to stop after its current step, with a checkpoint.
 
@@ -408,7 +431,7 @@ def ask_to_stop(run: Path, why: str) -> None:
         ValueError: no run is active in this folder.
     """
     if not (run / RUN).is_file():
-        raise ValueError(f"{run} has no run.json. Pass the folder of Loop(run_dir=...).")
+        raise no_run(run, "has no run.json")
     if not is_running(run):
         status = _status_of(run).get("status", "unknown")
         raise ValueError(f"No run is active in {run} (status: {status}). Pass the folder of a run that is training.")

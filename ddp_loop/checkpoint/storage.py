@@ -10,8 +10,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -32,7 +32,7 @@ from ddp_loop.checkpoint.atomic_files import (
     sync_folder,
     write_new,
 )
-from ddp_loop.checkpoint.run_folder import RUN, read_json
+from ddp_loop.checkpoint.run_folder import no_run, run_id_of
 from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree, parse
 
 # [Note: Whole or absent] A checkpoint is written to a folder of another name, its files and the folder are flushed to
@@ -315,31 +315,8 @@ def store_of(run: Path) -> CheckpointStore:
     """
     run_id = run_id_of(run)
     if run_id is None:
-        if runs := _runs_in(run):
-            raise ValueError(f"{run} is a folder of runs: {some_of(runs, 3)}. Pass one of them.")
-        what = "has no run.json with an id" if run.is_dir() else "is not a folder"
-        raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
+        raise no_run(run, "has no run.json with an id" if run.is_dir() else "is not a folder")
     return CheckpointStore(run, run_id)
-
-
-def some_of(names: Sequence[str], most: int = 6) -> str:
-    """Names in a message, such as "a, b and 5 more"; "none" for none."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "none") + more
-
-
-def _runs_in(folder: Path) -> list[str]:
-    """The paths of the runs in a folder, or in its folders."""
-    with suppress(OSError):
-        found = sorted(folder.glob(f"*/{RUN}")) or sorted(folder.glob(f"*/*/{RUN}"))
-        return [str(one.parent) for one in found if run_id_of(one.parent) is not None]
-    return []
-
-
-def run_id_of(run: Path) -> str | None:
-    """Return the id in run.json; None if it cannot be read."""
-    found = (read_json(run / RUN) or {}).get("id")
-    return found if isinstance(found, str) else None
 
 
 def best_of(entries: list[CheckpointInfo]) -> CheckpointInfo | None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.checkpoint.atomic_files import explained, replacing, sync_folder, write_new
-from ddp_loop.checkpoint.run_folder import check_output
+from ddp_loop.checkpoint.run_folder import check_output, run_id_of, some_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.checkpoint.state import JOB, objects_in, read_on_rank_zero, restore_part
 from ddp_loop.checkpoint.storage import (
@@ -27,8 +27,6 @@ from ddp_loop.checkpoint.storage import (
     CheckpointStore,
     CorruptCheckpoint,
     mebibytes,
-    run_id_of,
-    some_of,
     store_of,
 )
 from ddp_loop.distributed import World, listed

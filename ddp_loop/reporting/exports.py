@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop import plots
-from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE
+from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE, no_run
 from ddp_loop.plots import Panel
 from ddp_loop.reporting.jsonl import read_lines
 from ddp_loop.reporting.rows import NORM, PLACE, RATE, is_metric, weighing_columns
@@ -103,7 +103,7 @@ def _named(runs: Sequence[Path]) -> dict[str, Path]:
 def _rows_of(run: Path) -> list[dict[str, Any]]:
     found = {row["iteration"]: row for row in read_lines(run / ROWS)}
     if not found:
-        raise ValueError(f"{run} has no {ROWS} with rows to draw. Pass the folder of Loop(run_dir=...).")
+        raise no_run(run, f"has no {ROWS} with rows to draw")
     return [found[iteration] for iteration in sorted(found)]
 
 

@@ -191,6 +191,8 @@ def filtered(table: RunTable, conditions: Iterable[str]) -> list[dict[str, Any]]
             raise ValueError(
                 f'A condition compares a column: "rate=0.1", "state!=failed", "best loss<0.2". Got {condition!r}.'
             )
+        if found[2] not in ("=", "==", "!=") and _number(found[3]) is None:
+            raise ValueError(f"{found[2]} compares numbers. Got {condition!r}. Give a number, or use = or !=.")
         name = column_named(found[1], table.columns, table.others)
         rows = [row for row in rows if _meets(row.get(name), found[2], found[3])]
     return rows

@@ -38,6 +38,18 @@ def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == describe_devices() + "\n"
 
 
+@pytest.mark.parametrize("command", [["stop"], ["plot"], ["checkpoints"], ["export", "-o", "weights"]])
+def test_a_folder_of_runs_in_place_of_a_run_names_them(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text('{"id": "a"}')
+    assert main([*command, str(tmp_path)]) == 2
+    said = f"{tmp_path} is a folder of runs: {tmp_path / 'one'}, {tmp_path / 'other'}. Pass one of them.\n"
+    assert capsys.readouterr().err == f"ddp_loop {command[0]}: {said}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -45,7 +57,7 @@ def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "There is no command 'trian'. Did you mean 'run'? For example: python -m ddp_loop run --ranks 4"),
         (["help", "device"], "There is no command 'device'. Did you mean 'devices'?"),
         (["frobnicate"], "There is no command 'frobnicate'. The commands are run, sweep, hosts, devices, verify,"),
-        (["devices", "--gpus"], "unrecognized arguments: --gpus"),
+        (["devices", "--gpus"], "python -m ddp_loop devices: error: unrecognized arguments: --gpus"),
         (["--print-completion", "cmd"], "--print-completion takes bash,"),
     ],
 )

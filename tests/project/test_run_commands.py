@@ -256,6 +256,7 @@ def test_a_folder_without_runs_is_refused(command: str, tmp_path: Path, capsys: 
         (["runs", "--sort", "rat"], "No run has a column 'rat'. Did you mean 'rate'?"),
         (["runs", "--where", "wdith=3"], "Did you mean 'width'?"),
         (["runs", "--where", "rate"], "A condition compares a column"),
+        (["runs", "--where", "rate<abc"], "< compares numbers. Got 'rate<abc'."),
         (["runs", "--where", "rate= "], "A condition compares a column"),
         (["runs", "--sort", "qqqq"], "There are name, state, rate"),
         (["best", "--by", "acuracy"], "Did you mean 'accuracy'?"),

@@ -103,10 +103,12 @@ def test_what_has_no_rows_is_refused_and_nothing_is_drawn(
     lines: str | None, among: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = [str(write_run(tmp_path / "other", [row(1)]))] * among
+    run = tmp_path / "run"
+    run.mkdir()
     if lines is not None:
-        (tmp_path / "rows.jsonl").write_text(lines)
-    assert main(["plot", *others, str(tmp_path), "-o", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path} has no rows.jsonl with rows to draw. Pass the folder" in capsys.readouterr().err
+        (run / "rows.jsonl").write_text(lines)
+    assert main(["plot", *others, str(run), "-o", str(tmp_path / "out")]) == 2
+    assert f"{run} has no rows.jsonl with rows to draw. Pass the folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
