@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from tests.support.gpu_steps import AFTER_ALL_WORK, SCENARIOS, run
+from tests.support.gpu_steps import AFTER_ALL_WORK, SCENARIOS, remembering, run
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("J18")
@@ -40,6 +40,24 @@ def test_no_step_makes_the_host_wait_for_a_gpu_and_its_weights_are_those_of_the_
     assert all(one.on_gpu == first.on_gpu for one in of_ranks)
     is_same = is_same_arithmetic(name, ranks)
     assert first.on_gpu == (first.on_cpu if is_same else pytest.approx(first.on_cpu, rel=1e-4, abs=1e-6))
+
+
+def buffers_left(rule: str, *, on_host: bool) -> list[list[float]]:
+    with dl.join_world(device="gpu", seed=0) as world:
+        steps = remembering(world, on_host=on_host, on_nonfinite=rule, shards=world.size)
+        for _ in range(3):
+            model = next(steps)
+        steps.close()
+        return [buffer.reshape(-1).tolist() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rule", ["raise", "skip"])
+def test_buffers_on_the_host_beside_parameters_on_a_gpu_are_those_on_the_gpu(
+    on_fake_gpus: OnRanks, rule: str, ranks: int
+) -> None:
+    wanted = on_fake_gpus(ranks, buffers_left, rule, on_host=False)
+    assert on_fake_gpus(ranks, buffers_left, rule, on_host=True) == wanted
 
 
 def wait_in_evaluations() -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -388,7 +388,7 @@ class BatchNormStatistics:
         self.layers = list(dict.fromkeys(capture for _, capture in watched))
         self.captures: Captures | None = None
         self.called: list[tuple[LayerCapture, float | None]] | None = None
-        self.groups = lru_cache(maxsize=None)(self._make_groups)
+        self.groups = lru_cache(maxsize=None)(partial(_grouped, [capture.norm for capture in self.layers]))
         names = list(layers)
         self._names = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
         self.others = RunningStatsSnapshot(others)
@@ -409,6 +409,7 @@ class BatchNormStatistics:
         self.stop()
         for hook in self._hooks:
             hook.remove()
+        self.layers = []  # they refer to this object, so all would wait for the garbage collector
 
     def open(self) -> None:
         """Begin a pass over shards. The buffers that the layers have now are their own."""
@@ -519,10 +520,6 @@ class BatchNormStatistics:
         """The number of channels of all layers."""
         return len(self._zeros) // 3
 
-    def _make_groups(self, calls: tuple[int, ...]) -> list[LayerGroup]:
-        each = [[n for n, times in enumerate(calls) if times > call] for call in range(max(calls, default=0))]
-        return [LayerGroup(numbers, [self.layers[n].norm for n in numbers]) for numbers in each]
-
     def pack(self, captures: Iterable[Captures], calls: tuple[int, ...], rows: Iterable[torch.Tensor]) -> None:
         """Write shards' captures into their rows: for each call counts, means, rests, variances, own norms' momenta."""
         groups = self.groups(calls)
@@ -573,3 +570,8 @@ def _compile_anew() -> None:
         codes = getattr(compiling, "input_codes", None)
         if codes is None or codes.seen:
             dynamo.reset()
+
+
+def _grouped(norms: Sequence[NormLayer], calls: tuple[int, ...]) -> list[LayerGroup]:
+    each = [[n for n, times in enumerate(calls) if times > call] for call in range(max(calls, default=0))]
+    return [LayerGroup(numbers, [norms[n] for n in numbers]) for numbers in each]

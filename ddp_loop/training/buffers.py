@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddp_loop.accelerators import HostCopy, copies_of, is_asynchronous
+from ddp_loop.accelerators import HostCopy, copies_of, is_asynchronous, sent
 from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import assemble_all, columns, decode, each_buffer, encode_all, version_of
 
@@ -332,7 +332,7 @@ class Buffers:
     def pack(self, changed: Mapping[str, torch.Tensor], names: frozenset[str], row: torch.Tensor) -> None:
         """Write a shard's buffers `names`, one or more, into its row; unchanged ones as they were."""
         groups = ([changed.get(buffer.name, buffer.opened) for buffer in group] for group in self._groups(names))
-        torch.cat([encode_all(values, row.dtype) for values in groups], out=row)
+        torch.cat([sent(encode_all(values, row.dtype), row.device) for values in groups], out=row)
 
     @torch.no_grad()
     def restore(self, names: frozenset[str]) -> None:
@@ -374,7 +374,7 @@ class Buffers:
                 opened = _opened(group)
                 is_late = self._goes_on or not self.is_whole
                 now = list(map(Buffer.value, group)) if is_late else _tensors(group)
-                values = torch.where(is_bad, _decoded(opened), _decoded(now))
+                values = torch.where(is_bad.to(opened[0].device), _decoded(opened), _decoded(now))
                 _assign(group, assemble_all(values, opened))
 
     @torch.no_grad()
@@ -403,15 +403,16 @@ class Buffers:
             opened = _opened(group)
             for buffer in group:
                 buffer.travels |= buffer.late  # all take one rank's find: a shard may have left the same bits
-            values = decode(part, opened[0].dtype)
+            there = opened[0].device  # for a buffer on the host beside a GPU's the host waits
+            values = decode(part.to(there), opened[0].dtype)
             # A list as an index would be copied to the device, for which the host waits.
             with_samples = values if len(full) == len(values) else torch.stack([values[number] for number in full])
             if group[0].reduction == "same" and len(full) > 1:
-                flags.append(_unlike(with_samples).any())
+                flags.append(_unlike(with_samples).any().to(rows.device))
                 doubts.append((group, full, with_samples))
-            merged = _merged(values, with_samples, group, share)
+            merged = _merged(values, with_samples, group, share.to(there))
             if is_bad is not None:
-                merged = torch.where(is_bad, _decoded(opened, rows.dtype), merged)
+                merged = torch.where(is_bad.to(there), _decoded(opened, rows.dtype), merged)
             _assign(group, assemble_all(merged, opened))
             torch._foreach_copy_(opened, _tensors(group))
         if flags:

@@ -36,7 +36,7 @@ class Memory(nn.Module):
         self.register_buffer("rate", torch.ones(()))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        self.average.lerp_(rows.detach().mean(0), 0.1)
+        self.average.lerp_(rows.detach().mean(0).to(self.average.device), 0.1)
         self.count += 1
         self.rate *= 0.99
         return rows
@@ -94,8 +94,8 @@ def spectral(world: dl.World) -> Generator[nn.Module, None, None]:
     yield from plain(world, nn.Sequential(layer, nn.Tanh(), nn.Linear(16, 4)).to(world.device))
 
 
-def remembering(world: dl.World, **options: Any) -> Generator[nn.Module, None, None]:
-    model = nn.Sequential(Memory(), network(world)).to(world.device)
+def remembering(world: dl.World, *, on_host: bool = False, **options: Any) -> Generator[nn.Module, None, None]:
+    model = nn.Sequential(Memory() if on_host else Memory().to(world.device), network(world))
     yield from plain(world, model, buffer_reduction={"model.0.average": "mean"}, **options)
 
 

@@ -64,6 +64,7 @@ def train_once(world: dl.World, way: str, folder: str) -> dict[str, weakref.ref[
     batches = dl.Batches(data, 6, world, shuffle=False)
     state = {"model": model, "optimizer": optimizer}
     known: dict[str, object] = {"model": model, "weight": model[0].weight, "optimizer": optimizer, "data": data}
+    known["norm"] = model.norm
     options = {"epochs": 2, "progress": False, **WAYS[way]}
     options["run_dir"] = folder if "run_dir" in options else None
     try:
