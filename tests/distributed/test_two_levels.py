@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
@@ -105,6 +107,25 @@ def collect(machines: Machines) -> str:
 def test_collectives_give_the_same_on_one_machine_and_on_several(machines: Machines, on_ranks: OnRanks) -> None:
     ranks = sum(machines)
     assert set(on_ranks(ranks, collect, machines)) == set(on_ranks(ranks, collect, (ranks,)))
+
+
+def join_twice() -> list[float]:
+    """The sums of worlds in a group that the script made."""
+    found = []
+    with on_machines(1, 2):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        try:
+            for _ in range(2):
+                with dl.join_world(exchange="memory", timeout_s=20.0) as world:
+                    assert is_cut(world)
+                    found.append(world.sum(torch.ones(())).item())
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+def test_a_second_world_in_the_scripts_group_meets_on_several_machines(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, join_twice) == [[3.0, 3.0]] * 3
 
 
 # -- training ----------------------------------------------------------------------------------------------
