@@ -128,6 +128,15 @@ def test_a_second_world_in_the_scripts_group_meets_on_several_machines(on_ranks:
     assert on_ranks(3, join_twice) == [[3.0, 3.0]] * 3
 
 
+def describe() -> str:
+    with on_machines(1, 2), dl.join_world(exchange="memory") as world:
+        return str(world)
+
+
+def test_a_world_on_several_machines_says_that_they_use_gloo(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, describe) == ["3 ranks on cpu, sums over shared memory, and gloo between machines"] * 3
+
+
 # -- training ----------------------------------------------------------------------------------------------
 
 
