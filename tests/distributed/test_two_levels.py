@@ -109,13 +109,13 @@ def test_collectives_give_the_same_on_one_machine_and_on_several(machines: Machi
     assert set(on_ranks(ranks, collect, machines)) == set(on_ranks(ranks, collect, (ranks,)))
 
 
-def join_twice() -> list[float]:
-    """The sums of worlds in a group that the script made."""
+def join_often() -> list[float]:
+    """The sums of worlds in a group that the script made; any of them could have met by chance."""
     found = []
     with on_machines(1, 2):
         dist.init_process_group("gloo", timeout=timedelta(seconds=20))
         try:
-            for _ in range(2):
+            for _ in range(10):
                 with dl.join_world(exchange="memory", timeout_s=20.0) as world:
                     assert is_cut(world)
                     found.append(world.sum(torch.ones(())).item())
@@ -124,8 +124,8 @@ def join_twice() -> list[float]:
     return found
 
 
-def test_a_second_world_in_the_scripts_group_meets_on_several_machines(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, join_twice) == [[3.0, 3.0]] * 3
+def test_worlds_in_the_scripts_group_meet_on_several_machines(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, join_often) == [[3.0] * 10] * 3
 
 
 def describe() -> str:
