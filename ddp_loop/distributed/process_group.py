@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -163,7 +163,7 @@ class ProcessGroups:
         if len(machines) == 1:
             return self.memory
         starts = [ranks.start for ranks in machines]
-        leaders = GlooBackend(self._make_group(starts), self._in_vain) if self._place.rank in starts else None
+        leaders = GlooBackend(self._make_part(starts), self._in_vain) if self._place.rank in starts else None
         return TwoLevelBackend(self.memory, leaders, machines, self._place.rank)
 
     def rank_store(self, *, aside: bool = False) -> RankStore:
@@ -211,17 +211,22 @@ class ProcessGroups:
             )
         return bound
 
-    def _make_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """A new group of these ranks, by default of all. Each of them must call this, and no other one.
-
-        Where the default group is bound to a GPU, torch has the other ranks of a part split NCCL's group, which hangs.
-        """
+    def _make_group(self) -> dist.ProcessGroup:
+        """A new group of all ranks. Each of them must call this."""
         with self._joining():
-            group: dist.ProcessGroup = dist.new_group(
-                ranks, backend="gloo", timeout=self._timeout, use_local_synchronization=ranks is not None
-            )
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         self._made.append(group)
         return group
+
+    def _make_part(self, ranks: list[int]) -> Any:
+        """A new group of these ranks, which torch does not know. Each of them must call this, and no other one.
+
+        torch would name it by its ranks and the number of groups here. In a script's own group a second world
+        would find the addresses of the first one's. Where the default group is bound to a GPU, `new_group` hangs.
+        """
+        store = own_keys(self.store, self._place.rank)
+        with self._joining():
+            return dist.ProcessGroupGloo(store, ranks.index(self._place.rank), len(ranks), self._timeout)
 
     def has_lost_a_peer(self) -> bool:
         """Whether a connection has ended, since a rank was killed or has left."""

@@ -168,8 +168,11 @@ class World:
     def __str__(self) -> str:
         """The ranks, their devices, and how they exchange values."""
         over = "shared memory" if self.exchange == "memory" else "gloo"
-        if not self.accelerator.is_host and self._groups is not None:
-            over = self._groups.description
+        groups = self._groups
+        if groups is not None and not self.accelerator.is_host:
+            over = groups.description
+        elif groups is not None and groups.memory is not None and groups.memory.size < self.size:
+            over += ", and gloo between machines"
         over += f" ({self.why_gloo})" if self.why_gloo else ""
         return f"{self.size} ranks on {self.accelerator.kind}, sums over {over}"
 

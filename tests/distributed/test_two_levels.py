@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
@@ -105,6 +107,34 @@ def collect(machines: Machines) -> str:
 def test_collectives_give_the_same_on_one_machine_and_on_several(machines: Machines, on_ranks: OnRanks) -> None:
     ranks = sum(machines)
     assert set(on_ranks(ranks, collect, machines)) == set(on_ranks(ranks, collect, (ranks,)))
+
+
+def join_often() -> list[float]:
+    """The sums of worlds in a group that the script made; any of them could have met by chance."""
+    found = []
+    with on_machines(1, 2):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        try:
+            for _ in range(10):
+                with dl.join_world(exchange="memory", timeout_s=20.0) as world:
+                    assert is_cut(world)
+                    found.append(world.sum(torch.ones(())).item())
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+def test_worlds_in_the_scripts_group_meet_on_several_machines(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, join_often) == [[3.0] * 10] * 3
+
+
+def describe() -> str:
+    with on_machines(1, 2), dl.join_world(exchange="memory") as world:
+        return str(world)
+
+
+def test_a_world_on_several_machines_says_that_they_use_gloo(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, describe) == ["3 ranks on cpu, sums over shared memory, and gloo between machines"] * 3
 
 
 # -- training ----------------------------------------------------------------------------------------------
