@@ -19,7 +19,7 @@ _MOST_LETTERS = 500  # of a value's text
 
 
 def flatten_config(config: object) -> Config:
-    """Return hyper-parameters by name, nested ones as "optimizer.rate".
+    """Return hyper-parameters by name, nested ones as "optimizer.rate" or "sinks.0.name".
 
     Values are None, bool, int, float or str. Numbers of NumPy and torch become Python's. Everything else is kept as
     its text: paths, enums, tuples, functions by their names, and numbers that are not finite. The
@@ -31,7 +31,7 @@ def flatten_config(config: object) -> Config:
     Raises:
         ValueError: it is none of these, or two of its parts have one name.
     """
-    if _parts_of(config) is None:
+    if _parts_of(config) is None or isinstance(config, list | tuple):
         raise ValueError(
             "config must be a mapping, an argparse.Namespace or an instance of a dataclass. Got "
             f"{config if isinstance(config, type) else type(config).__name__}. Pass a dict of names and values."
@@ -52,6 +52,8 @@ def _parts_of(value: object) -> Mapping[Any, object] | None:
         return vars(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, list | tuple) and any(map(_parts_of, value)):
+        return dict(enumerate(value))
     return None
 
 

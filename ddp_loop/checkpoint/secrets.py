@@ -1,9 +1,9 @@
 """Values that look like secrets in commands and hyper-parameters, and are kept out of files: api_key=X, for instance.
 
-A value is a secret if its name ends in key, token, password or the like: `--api-key X`, `--api_key=X`,
-`WANDB_API_KEY=X`, a config's `wandb.api_key` or `secrets.openai`; and so is the password in an address,
-`postgresql://user:X@host`, and a key in a query, `?token=X`. Numbers are no keys and tokens, such as `--pad-token 0`,
-and neither are counts of them, such as `--max-tokens`.
+A value is a secret if its name, or one around it, ends in key, token, password or the like: `--api-key X`,
+`--api_key=X`, `WANDB_API_KEY=X`, a config's `wandb.api_key` or `api_keys.openai`; and so is the password in an
+address, `postgresql://user:X@host`, and a key in a query, `?token=X`. Numbers are no keys and tokens, such as
+`--pad-token 0`, and neither are counts of them, such as `--max-tokens`.
 """
 
 from __future__ import annotations
@@ -82,11 +82,10 @@ def _without_passwords(text: str) -> str:
 
 def _kind(name: str) -> str:
     """Whether a value of this name is a secret "always" or "unless" it is a number; empty for no secret."""
-    *around, last = name.split(".")
-    words = "_".join(_PARTS.findall(last)).lower().rstrip("_0123456789")
-    if _ALWAYS.fullmatch(words) or not set(_SEVERAL[:3]).isdisjoint(around):
+    parts = ["_".join(_PARTS.findall(part)).lower().rstrip("_0123456789") for part in name.split(".")]
+    if any(map(_ALWAYS.fullmatch, parts)):
         return "always"
-    return "unless" if _UNLESS_NUMBER.fullmatch(words) else ""
+    return "unless" if any(map(_UNLESS_NUMBER.fullmatch, parts)) else ""
 
 
 def _hide(name: str, value: str) -> str:

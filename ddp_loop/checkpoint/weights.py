@@ -37,8 +37,8 @@ _COMPILED = "_orig_mod."  # torch.compile puts it before the names of a module t
 _DIFFERENCES = 4  # in an error
 _PICKLED = frozenset({".pt", ".pth", ".bin", ".ckpt"})  # the names of files for torch.load
 _REMEDY = (
-    "Build the same network, or load by hand what fits: model.load_state_dict(dl.load(RUN), strict=False) before the "
-    "Loop."
+    "Build it as there, or load by hand what fits before the Loop (docs/checkpoints.md). An optimizer under another "
+    "name in state= starts from scratch."
 )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,17 @@ def test_what_looks_like_a_secret_is_hidden_in_hyper_parameters() -> None:
     assert flatten_config(config) == {"rate": 0.1, **hidden}
     more = {"secrets": {"openai": SECRET}, "api_keys": [SECRET], "Authorization": SECRET}
     assert SECRET not in repr(flatten_config(more))
+    around = {"api_keys": {"openai": SECRET}, "DB_PASSWORD": {"main": {"value": SECRET}}, "Secrets": {"a": SECRET}}
+    listed = {"sinks": [{"name": "a", "api_key": SECRET}, 2], "pairs": [[Namespace(token=SECRET)]]}
+    assert set(flatten_config({**around, "sinks": [{"token": SECRET}]}).values()) == {"***"}
+    assert flatten_config(listed) == {
+        "sinks.0.name": "a",
+        "sinks.0.api_key": "***",
+        "sinks.1": 2,
+        "pairs.0.0.token": "***",
+    }
     harmless = {"keys": 3, "n_tokens": "many", "pad_token_id": 0, "token_dim": 8, "tokens": 512, "secretary": "Ann"}
+    harmless |= {"keys.jump_scale": 2.5, "betas": "[0.9, 0.99]"}
     assert flatten_config(harmless) == harmless
 
 

@@ -83,6 +83,7 @@ def test_a_nested_config_becomes_flat(config: object, flat: dict[str, object]) -
         ([3], "config must be a mapping, an argparse.Namespace or an instance of a dataclass. Got int. Pass a dict"),
         ([[("rate", 1)]], "Got list"),
         ([Outer], "Got <class .*Outer"),
+        ([[{"a": 1}]], "an instance of a dataclass. Got list. Pass a dict"),
         ([{"a": {"b": 1}, "a.b": 2}], "a name of its own. Two are named 'a.b'. Rename one."),
         ([{"rate": 0.1}, {"rate": 1.1}, None], "config of Loop must be the same on every rank.*0\\.1.*1\\.1"),
     ],
