@@ -30,7 +30,16 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, asked_to_stop, set_status, write_error
+from ddp_loop.checkpoint.run_folder import (
+    EVALUATIONS,
+    RANKS,
+    ROWS,
+    RunFolder,
+    asked_to_stop,
+    forget_stop,
+    set_status,
+    write_error,
+)
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.starting import words_to_go_on
@@ -566,5 +575,5 @@ class Checkpointer:
         elif status == "stopped":
             leave_advice("")  # the run's last line says how to go on
         if status != "failed":
-            run.forget_stop()
+            forget_stop(run.folder)
         run.close()

@@ -214,7 +214,7 @@ class RunFolder:
         resume: bool | None,
         config: Config | None,
     ) -> None:
-        self.forget_stop()
+        forget_stop(self.folder)
         if resume is False and any(os.path.lexists(self.folder / name) for name in _MOVED):
             self._move_away()
             before = None
@@ -336,14 +336,6 @@ class RunFolder:
 
     def _process(self) -> dict[str, object]:
         return {"process": os.getpid(), **self._command}
-
-    def asked_to_stop(self) -> str | None:
-        """As the function."""
-        return asked_to_stop(self.folder)
-
-    def forget_stop(self) -> None:
-        """As the function."""
-        forget_stop(self.folder)
 
     def close(self) -> None:
         """Unlock the folder."""

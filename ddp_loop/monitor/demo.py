@@ -11,7 +11,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RUN, RunFolder, read_json, write_atomic
+from ddp_loop.checkpoint import (
+    EVALUATIONS,
+    RANKS,
+    ROWS,
+    RUN,
+    RunFolder,
+    asked_to_stop,
+    forget_stop,
+    read_json,
+    write_atomic,
+)
 
 EPOCHS = 20
 STEPS_PER_EPOCH = 150
@@ -88,7 +98,7 @@ class FakeRun:
     def goes_on(self) -> bool:
         """Make a step; whether the run goes on."""
         self.run(1)
-        if self.folder.asked_to_stop():
+        if asked_to_stop(self.folder.folder):
             self.end("stopped", why="the page")
             return False
         if self.iteration >= EPOCHS * STEPS_PER_EPOCH:
@@ -124,5 +134,5 @@ class FakeRun:
     def end(self, status: str, **facts: object) -> None:
         """Write how the run ended, and release its folder."""
         self._write_status(status, **facts)
-        self.folder.forget_stop()
+        forget_stop(self.folder.folder)
         self.folder.close()

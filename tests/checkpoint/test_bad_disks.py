@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import CheckpointStore, RunFolder, is_running
+from ddp_loop.checkpoint import CheckpointStore, RunFolder, asked_to_stop, is_running
 from ddp_loop.checkpoint.atomic_files import SAVING
 from ddp_loop.checkpoint.serialization import to_tree
 from ddp_loop.reporting.jsonl import JsonlWriter, OnFull, line_of
@@ -251,7 +251,7 @@ def test_a_run_folder_that_cannot_be_looked_into_asks_for_no_stop(tmp_path: Path
     try:
         if not mine:
             os.seteuid(UNPRIVILEGED)  # permissions do not bind root
-        assert held.asked_to_stop() is None
+        assert asked_to_stop(held.folder) is None
     finally:
         os.seteuid(mine)
         run.chmod(0o755)

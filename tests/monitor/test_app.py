@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ddp_loop.checkpoint import RunFolder
+from ddp_loop.checkpoint import RunFolder, asked_to_stop
 from ddp_loop.monitor import app as pages
 from ddp_loop.monitor import server as monitor
 from ddp_loop.monitor.app import BODY_BYTES, TOKEN_HEADER
@@ -152,7 +152,7 @@ def test_stop_asks_a_running_run_and_no_other(page: Served, client: httpx.Client
     with closing(RunFolder(run, {}, True)) as folder:
         answer = client.post("/api/runs/one/stop")
         assert (answer.status_code, answer.json()) == (202, {"said": "stopping"})
-        assert folder.asked_to_stop() == "the page"
+        assert asked_to_stop(folder.folder) == "the page"
 
 
 def test_a_stream_sends_what_is_new(page: Served, client: httpx.Client, run: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_loop.checkpoint import RunFolder
+from ddp_loop.checkpoint import RunFolder, asked_to_stop, forget_stop
 from tests.support.browsing import NEEDS_BROWSER, WIDE, Visit
 from tests.support.harness import until
 from tests.support.logged_files import append_lines
@@ -239,14 +239,14 @@ def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) ->
             one.press("Stop trials/0101")
             one.page.keyboard.press("Enter")  # the safe choice has the focus
             until(lambda: not one.page.get_by_role("button", name="Stop the run").is_visible(), "it is closed again")
-            assert second.asked_to_stop() is None
+            assert asked_to_stop(second.folder) is None
             one.press("Stop trials/0101")
             one.press("Stop the run")
             one.waits_for(".line[data-run='trials/0101'] .state", "stopping")
             one.page.get_by_role("button", name="Stopping… trials/0101").wait_for()  # named by its text
-            assert (first.asked_to_stop(), second.asked_to_stop()) == (None, "the page")
+            assert (asked_to_stop(first.folder), asked_to_stop(second.folder)) == (None, "the page")
             second.write_status("stopped", iteration=7, why="the page")
-            second.forget_stop()
+            forget_stop(second.folder)
             second.close()
             one.waits_for(".says", "stopped at step 7, no checkpoint")
             assert one.text(".line[data-run='trials/0100'] .state") == "running 0 %"
