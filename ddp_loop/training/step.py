@@ -124,6 +124,7 @@ from ddp_loop.training.validation import (
     explain,
     find_scale,
     parts_of,
+    refuse_added_mean,
     refuse_other_means,
     refuse_wrapped,
     reserved_names,
@@ -322,8 +323,8 @@ class Step:
 
         Raises:
             RuntimeError: outside of a shard, or after its last backward.
-            ValueError: a loss that is no scalar or needs no gradient; torch's `reduction="sum"`, a count, class weights
-                or ignored labels in place of a mean over samples; a bad weight or metric; a further loss with others.
+            ValueError: a loss that is no scalar or needs no gradient; torch's sum, a count, class weights or ignored
+                labels in a mean over samples; torch's mean in a sum; a bad weight or metric; further losses unlike it.
         """
         job = self._job
         record = self._record
@@ -342,12 +343,12 @@ class Step:
             return
         value, made_by = job.fold.unscaled(loss) if job.fold.scalers else (loss.detach().clone(), loss.grad_fn)
         reads = not job.fold.control.is_late
-        size = _add_loss(record, value, weight, reduction, metrics, made_by, more=more_losses, reads=reads)
+        alone = len(mini_batch.sizes) == 1
+        size = _add_loss(record, value, weight, reduction, metrics, made_by, more=more_losses, reads=reads, alone=alone)
         if job.recorder.tracer is not None:
             values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             job.recorder.tracer.forward(record.shard.number, values, record.summed)
         last = not more_losses and record.shard is mini_batch.shards[-1]
-        alone = len(mini_batch.sizes) == 1
         if reduction == "sum":
             factor: Weight = 1.0
         elif isinstance(size, torch.Tensor):
@@ -671,6 +672,7 @@ def _add_loss(
     *,
     more: bool,
     reads: bool,
+    alone: bool,
 ) -> Weight:
     """Record a shard's loss and its metrics; returns the shard's weight.
 
@@ -681,10 +683,11 @@ def _add_loss(
         made_by: the operation whose result the loss is.
         more: whether another loss of the shard follows.
         reads: whether values may be read; on a GPU the host would wait.
+        alone: whether the mini-batch has no other shard.
 
     Raises:
         ValueError: an unknown reduction, torch's sum over samples as their mean, its mean over something else without
-            a weight, a reserved metric name, or another weight or reduction than the shard's first loss had.
+            a weight, its mean as a sum, a reserved metric name, or another weight or reduction than the first loss had.
     """
     weight = None if weight is None else check_weight(weight)
     if reduction not in ("mean", "sum"):
@@ -694,6 +697,8 @@ def _add_loss(
     if reduction == "mean" and not _is_plain_mean(made_by, record.shard.samples, reads=reads):
         is_only = not more and not record.losses
         refuse_other_means(made_by, record.shard.samples, is_only=is_only, has_weight=weight is not None, reads=reads)
+    elif reduction == "sum" and not alone:
+        refuse_added_mean(made_by, record.shard.samples)
     former = record.weight
     if record.losses and isinstance(weight, torch.Tensor) and isinstance(former, torch.Tensor):
         weight = weight.where(weight == former, math.nan)  # the guard finds it one step later

@@ -327,6 +327,30 @@ def refuse_other_means(loss: Node | None, samples: int, *, is_only: bool, has_we
             _refuse_rows(term._saved_self_sym_numel, samples, "selected values")
 
 
+def refuse_added_mean(loss: Node | None, samples: int) -> None:
+    """Raise ValueError if torch's mean over a shard's samples is in a loss that is added up over the shards.
+
+    Its gradient would be the sum of the shards' means, more on more ranks.
+
+    Args:
+        loss: the operation whose result the loss is.
+        samples: of the shard.
+    """
+    for term, is_plain in _terms_of(loss):
+        if getattr(term, "_saved_reduction", None) != MEAN or not is_plain or samples == 1:
+            continue
+        labels = saved_by(term, "target")
+        is_entropy = _is_entropy(labels, saved_by(term, "total_weight"))
+        rows = len(labels) if is_entropy else _rows_of(term)
+        if rows and rows % samples == 0:
+            raise ValueError(
+                "With reduction=\"sum\" step.backward takes the shard's sum. This loss is torch's mean "
+                f'(reduction="mean") over {samples} samples, or has it for a part, and the sum of the shards\' means '
+                "would train differently on each number of ranks. Leave reduction= out if the whole loss is a mean, or "
+                "multiply this one by what it is over. Pass 1.0 * loss if it is a sum all the same."
+            )
+
+
 def _terms_of(loss: Node | None) -> list[tuple[Any, bool]]:
     """The operations whose results are added up in a loss, and whether each is added as it is, without a factor."""
     found: list[tuple[Any, bool]] = [(loss, True)]

@@ -89,7 +89,7 @@ PENALTY = "a part of the loss does not depend on the samples"
 MIXED = "one part of a shard's loss is a sum over its samples, and another part is their mean"
 IN_ONE = "With each mini-batch in one shard: In step 1, "
 BY_HAND = "step.backward(F.cross_entropy(logits, b) * size / step.samples)"
-MEAN_AS_SUM = "step.backward(F.cross_entropy(logits, b), reduction='sum')"
+MEAN_AS_SUM = "step.backward(1.0 * F.cross_entropy(logits, b), reduction='sum')"
 
 # Every number of ranks gives the same bits; what follows the cut into shards shows in other cuts.
 FIXED_FAULTS = {

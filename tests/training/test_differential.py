@@ -475,7 +475,7 @@ def give(job: Job, step: dl.Step, trained: Trained, shard: Shard) -> None:
     elif job.loss == "tokens":
         step.backward(trained.scaled(loss), weight=weight, **metrics)
     elif job.loss == "weighted sum":
-        step.backward(trained.scaled(loss), weight=weight, reduction="sum", **metrics)
+        step.backward(trained.scaled(1.0 * loss), weight=weight, reduction="sum", **metrics)
     else:
         weight = torch.tensor(float(len(labels)))  # the usual one
         step.backward(trained.scaled(loss / 4), weight=weight, more_losses=True)

@@ -21,7 +21,7 @@ Way = Callable[[dl.Step, Any], object]  # to go through a step
 
 def back(step: dl.Step, model: nn.Module, **keywords: Any) -> None:
     for rows in step:
-        step.backward(loss_of(model, rows), **keywords)
+        step.backward(1.0 * loss_of(model, rows), **keywords)  # a mean alone is no sum
     step.fold()
 
 

@@ -204,6 +204,7 @@ HOOKED = r"hook on a parameter.* model\.0\.weight has one of "
 FORM = "A parameter's dtype and memory format must not change during training. model.0.weight had"
 HELD = r"step\.hold must be called once for each shard, .* comes after another one"
 SUM = r"This one is torch's sum .* over \d samples.* step\.backward\(loss, reduction=\"sum\"\) if the whole loss is"
+ADDED_MEAN = r"torch's mean .* over \d samples.* Leave reduction= out .*or multiply this one by what it is over"
 CLASS_WEIGHTS = r"mean by class weights: .* weight=class_weights\[labels\]\.sum\(\)"
 BESIDE = r".* If another part .* step\.hold the sums and counts of both instead"
 TWO = torch.tensor([1.0, 5.0], dtype=torch.float64)
@@ -216,6 +217,24 @@ WRONGS = {
         each(both(fail_in_backward, backward)), r"That of shard \d raised, and may have left parts", shards=(None, 6)
     ),
     "class weights": Wrong(each(giving(entropy(weight=TWO))), CLASS_WEIGHTS, "ValueError"),
+    "a mean as a sum": Wrong(
+        each(giving(entropy(2), reduction="sum")),
+        ADDED_MEAN,
+        "ValueError",
+        each(giving(sum_of, reduction="sum")),
+        (None, 3),
+    ),
+    "a mean beside a sum": Wrong(
+        each(
+            giving(
+                lambda model, rows: sum_of(model, rows) + nn.functional.mse_loss(model(rows), 0 * rows[:, :1]),
+                reduction="sum",
+            )
+        ),
+        ADDED_MEAN,
+        "ValueError",
+        each(giving(sum_of, reduction="sum")),
+    ),
     "no fold": Wrong(each(backward, do_nothing), "before the next one begins. Step 3 was left without it"),
     "its own backward before": Wrong(each(both(back_itself, backward)), OWN, shards=(None, 6)),
     "its own backward after": Wrong(each(both(backward, back_itself)), OWN, shards=(None, 6)),
@@ -413,7 +432,7 @@ def test_a_wrong_weight_in_a_tensor_is_refused_on_a_gpu_one_step_later(
 def weighing(reduction: Reduction, *weights: float) -> Act:
     def give(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
         for left, weight in enumerate(weights, 1 - len(weights)):
-            loss = loss_of(model, rows)
+            loss = sum_of(model, rows) if reduction == "sum" else loss_of(model, rows)
             step.backward(loss, weight=torch.tensor(weight), reduction=reduction, more_losses=left < 0)
 
     return each(give)
