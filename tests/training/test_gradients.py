@@ -85,14 +85,16 @@ def lookups(sparse: bool) -> tuple[nn.Embedding, torch.optim.Optimizer]:
 
 
 def square_of(table: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
-    return table(numbers).square().mean()
+    found: torch.Tensor = table(numbers)
+    return found.square().mean()
 
 
 def train_sparsely(world: dl.World, folder: str, shards: int | None) -> torch.Tensor:
     table, adam = lookups(sparse=False)
 
     def make_sparse(step: dl.Step, result: dl.StepResult) -> None:
-        table.weight.grad = table.weight.grad.to_sparse(1)
+        if (gradient := table.weight.grad) is not None:
+            table.weight.grad = gradient.to_sparse(1)
 
     train_in(world, table, square_of, NUMBERS, optimizer=adam, shards=shards, after_fold=make_sparse)
     return table.weight.detach()
