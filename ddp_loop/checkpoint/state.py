@@ -324,9 +324,10 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any], same: Mapping[
         try:
             restore_part(value, kept[name], set(same.get(name, ())))
         except Exception as error:
+            groups = "with all groups of add_param_group, " if isinstance(value, Optimizer) else ""
             raise ValueError(
                 f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "
-                "or pass resume=False to start over."
+                f"{groups}or pass resume=False to start over."
             ) from error
 
 

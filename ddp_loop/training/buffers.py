@@ -142,7 +142,8 @@ class Buffer:
             now = None if value is None else f"{tuple(value.shape)}, {value.dtype}"
             raise ValueError(
                 f"A buffer must keep its shape and dtype in a step. {self.name} had {tuple(opened.shape)}, "
-                f'{opened.dtype} and has {now}. Pass Loop buffer_reduction={{"{self.name}": "local"}}.'
+                f"{opened.dtype} and has {now}. If the first forward makes it, run the model on a sample before the "
+                f'Loop. If ranks may have different ones, pass Loop buffer_reduction={{"{self.name}": "local"}}.'
             )
         return value
 

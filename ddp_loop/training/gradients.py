@@ -264,7 +264,7 @@ class Accumulation:
         for gradient in filter(_IS_SPARSE, gradients):
             raise ValueError(
                 f"The fold takes dense gradients. A parameter of shape {tuple(gradient.shape)} got a sparse one. "
-                "Make the embedding with sparse=False."
+                "Make the embedding with sparse=False; for SparseAdam set p.grad = p.grad.to_sparse(1) after the fold."
             )
         self._bucket.comes_once &= bool(self.kept) or not any(map(_VERSION, gradients))
         self.kept = []

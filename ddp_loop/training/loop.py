@@ -62,7 +62,7 @@ class Loop:
         reduce_dtype: torch.float32 or torch.float64, the dtype in which gradients of a lower precision are added up
             over shards and ranks, and rounded once; by default in their own dtype. See docs/migrate.md.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
-            cannot normalise one value (but can, if their inputs have positions).
+            cannot normalise one value (but can, if a sample has several: positions, or nodes of a graph).
         ordered: add gradients up in an order that follows from the shards alone; by default where they are fixed.
         trace: write a digest of every tensor of every step into the run folder, for `ddp_loop diff`; some milliseconds
             a step for a small network, seconds for a large one.

@@ -249,7 +249,7 @@ def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
                 f"{sum(sizes)} sample{'s' if sum(sizes) > 1 else ''} over {len(sizes)} shard"
                 f"{'s' if len(sizes) > 1 else ''}, so one shard has a single sample, and {layers[0]} is "
                 "BatchNorm1d. Change batch_size, use fewer shards or drop_last=True, or pass "
-                "allow_single_sample_shards=True if its inputs have positions, (N, C, L)."
+                "allow_single_sample_shards=True if a sample has several values: positions, (N, C, L), or nodes."
             )
 
 
@@ -502,9 +502,12 @@ def reserved_names(names: Iterable[str]) -> ValueError:
                 f"step.backward takes weight, reduction and more_losses, and metrics by other names. Got {name}. Did "
                 f"you mean {MISSPELT[name]}?"
             )
+    remedy = "Choose another one."
+    if "retain_graph" in names:
+        remedy = "more_losses=True keeps the graph for the shard's next loss; another pass needs another forward."
     return ValueError(
         f"Reserved metric name: {sorted(RESERVED_NAMES.intersection(names))}. Reserved are the columns of every row "
-        f"and the keywords of Tensor.backward, {sorted(RESERVED_NAMES)}."
+        f"and the keywords of Tensor.backward, {sorted(RESERVED_NAMES)}. {remedy}"
     )
 
 

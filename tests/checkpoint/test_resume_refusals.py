@@ -14,7 +14,8 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import RunFolder, is_running
-from tests.support.harness import OnRanks, caught
+from tests.support.comparing import Tensors, is_same, same_on_all, values_of
+from tests.support.harness import OnRanks, caught, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network, on_this_rank
 from tests.support.resuming import train
 
@@ -144,6 +145,36 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ran
         r"checkpoint model\.2\.bias\. Give it its parameters in the same order \(a set"
     )
     refused(3, begin_in_order, True, kind="ValueError", said=said)
+
+
+def unfreeze(world: dl.World, folder: str, late: bool, steps: int = 4) -> Tensors:
+    """The first layer trains from the third step on; its group is added then, or is there from the start."""
+    model = network()
+    model[0].requires_grad_(False)
+    adam = torch.optim.Adam(model[2].parameters())
+    if not late:
+        adam.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+    for step in loop_over(world, folder, model, adam, epochs=None, steps=steps, shards=3):
+        if step.iteration == 3:
+            model[0].requires_grad_(True)
+            if late:
+                adam.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
+        adam.step()
+    return values_of(model)
+
+
+def test_a_group_that_an_optimizer_lacks_at_the_resume_is_refused_with_the_remedy(
+    refused: Refused, tmp_path: Path, on_ranks: OnRanks
+) -> None:
+    (whole,) = on_ranks(1, in_world, unfreeze, str(tmp_path / "run"), True)
+    said = r"state\['other 0'\] does not fit .* different number of parameter groups.* all groups of add_param_group"
+    refused(2, unfreeze, True, kind="ValueError", said=said)
+    for steps in (3, 4):
+        found = same_on_all(on_ranks(2, in_world, unfreeze, str(tmp_path / "another"), False, steps))
+    assert is_same(found, whole)
 
 
 def begin_with_more_on_rank_1(world: dl.World, folder: str) -> None:

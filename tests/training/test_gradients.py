@@ -14,9 +14,11 @@ import ddp_loop as dl
 from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
 from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import ALL, Refused, does_it
-from tests.support.training import train_in
+from tests.support.training import train_in, train_plainly
 
 pytestmark = pytest.mark.on_gpus_too
+
+NUMBERS = torch.arange(23) ** 2 % 7  # of rows of an embedding; some are in no mini-batch
 
 
 @given(
@@ -73,8 +75,40 @@ def count_rows(world: dl.World, folder: str, kind: Any, shards: int | None) -> N
 
 @pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
 def test_sparse_gradients_are_refused_with_the_remedy(refused: Refused) -> None:
-    said = "The fold takes dense gradients. .* Make the embedding with sparse=False"
+    said = "The fold takes dense gradients. .* Make the embedding with sparse=False; for SparseAdam"
     refused(2, embed, {"sparse": True}, 1, kind="ValueError", said=said, by=1)
+
+
+def lookups(sparse: bool) -> tuple[nn.Embedding, torch.optim.Optimizer]:
+    table = nn.Embedding(8, 3, sparse=sparse, _weight=torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3))
+    return table, torch.optim.SparseAdam(table.parameters(), lr=0.1)
+
+
+def square_of(table: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = table(numbers)
+    return found.square().mean()
+
+
+def train_sparsely(world: dl.World, folder: str, shards: int | None) -> torch.Tensor:
+    table, adam = lookups(sparse=False)
+
+    def make_sparse(step: dl.Step, result: dl.StepResult) -> None:
+        if (gradient := table.weight.grad) is not None:
+            table.weight.grad = gradient.to_sparse(1)
+
+    train_in(world, table, square_of, NUMBERS, optimizer=adam, shards=shards, after_fold=make_sparse)
+    return table.weight.detach()
+
+
+@pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 4)])
+def test_the_remedy_for_sparse_gradients_trains_as_sparse_adam_does(
+    ranks: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    table, adam = lookups(sparse=True)
+    train_plainly(table, square_of, NUMBERS, optimizer=adam)
+    for found in on_ranks(ranks, in_world, train_sparsely, "", shards):
+        torch.testing.assert_close(found, table.weight.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a model as state": (over_state(lambda world: network()), NO_DICT),
     "single samples under batch norm": (
         over(single_samples, shards=2),
-        "Mini-batch 5 of an epoch has 2 samples over 2 shards.*model.1 is BatchNorm1d. Change batch_size",
+        "Mini-batch 5 of an epoch has 2 samples over 2 shards.*model.1 is BatchNorm1d. Change batch_size, .* or nodes",
     ),
     "a hook": (
         over(hooked, shards=2),
