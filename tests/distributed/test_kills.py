@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
-from tests.faults.kill_workers import RANKS, Counts, Killer, in_the_pool, judge, make_job, under_torchrun
+from tests.faults.kill_workers import RANKS, Counts, in_the_pool, judge, make_job, under_torchrun
 from tests.support.harness import TASK_S
 from tests.support.paths import ROOT
 
@@ -28,7 +28,7 @@ def test_a_killed_rank_leaves_no_trace_in_the_end(pool: Pool, tmp_path: Path) ->
     in_the_pool(pool, job, 1, 3, chance, counts)
     judge(job, expected, counts)
     job = make_job(tmp_path, "under torchrun", epochs=2)
-    under_torchrun(Killer(job, 2, chance, counts), 1, 5, tmp_path / "log")  # each start of a rank takes 3 s
+    under_torchrun(job, 1, 5, chance, counts, tmp_path / "log")
     judge(job, expected, counts)
     assert (counts.broken, counts.kills, counts.equal) == ([], 2, 2)
 

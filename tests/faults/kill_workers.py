@@ -147,11 +147,10 @@ def parent_of(process: int) -> int:
         return 0
 
 
-def under_torchrun(killer: Killer, kills: int, first: int, log: Path) -> None:
+def under_torchrun(job: Job, kills: int, first: int, chance: random.Random, counts: Counts, log: Path) -> None:
     """One job that torchrun restarts after each kill."""
-    counts = killer.counts
-    launcher = start_torchrun(killer.job, killer.ranks, log, f"--max-restarts={kills + 1}")
-    done = 0
+    launcher = start_torchrun(job, RANKS, log, f"--max-restarts={kills + 1}")
+    killer, done = Killer(job, RANKS, chance, counts), 0
     try:
         while done < kills:
             aim = AIMS[(first + done) % len(AIMS)]
@@ -160,7 +159,7 @@ def under_torchrun(killer: Killer, kills: int, first: int, log: Path) -> None:
                 break
             killer.check_first(done + 1)
             done += 1
-            counts.ways[f"torchrun restarted all, on {killer.ranks} ranks"] += 1
+            counts.ways["torchrun restarted all, on 4 ranks"] += 1
         if launcher.wait(timeout=_AIM_S) != 0:
             counts.broken.append(f"torchrun ended with {launcher.returncode}")
     finally:
@@ -244,8 +243,7 @@ def campaign(pool: Pool, place: Path, times: int, by_torchrun: int, seed: int) -
         number += 1
         job = make_job(place, f"run-{number}")
         if counts.kills < by_torchrun:
-            killer = Killer(job, RANKS, chance, counts)
-            under_torchrun(killer, by_torchrun - counts.kills, counts.kills, place / "log")
+            under_torchrun(job, by_torchrun - counts.kills, counts.kills, chance, counts, place / "log")
         else:
             in_the_pool(pool, job, times - counts.kills, counts.kills, chance, counts)
         judge(job, expected, counts)
