@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import IterableDataset
-from torchmetrics import CatMetric, MeanMetric
-from torchmetrics.classification import MulticlassF1Score
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
@@ -83,26 +81,29 @@ def weight(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) ->
     return dl.Sum(weights)
 
 
-class F1(MulticlassF1Score):
-    """Without the weights."""
+def metrics_of_torch() -> dict[str, Any]:
+    """Without the weights; here, since each process that collects the tests would wait 4 s for torchmetrics."""
+    from torchmetrics import CatMetric, MeanMetric
+    from torchmetrics.classification import MulticlassF1Score
 
-    def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:
-        super().update(logits, labels)
+    class F1(MulticlassF1Score):
+        def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:
+            super().update(logits, labels)
 
+    class MeanLoss(MeanMetric):
+        def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:  # type: ignore[override]
+            super().update(losses(logits, labels))
 
-class MeanLoss(MeanMetric):
-    def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:  # type: ignore[override]
-        super().update(losses(logits, labels))
+    class Losses(CatMetric):
+        """All losses, and their variance at the end."""
 
+        def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:  # type: ignore[override]
+            super().update(losses(logits, labels))
 
-class Losses(CatMetric):
-    """All losses, and their variance at the end."""
+        def compute(self) -> torch.Tensor:
+            return super().compute().var(correction=0)
 
-    def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:  # type: ignore[override]
-        super().update(losses(logits, labels))
-
-    def compute(self) -> torch.Tensor:
-        return super().compute().var(correction=0)
+    return {"f1": F1(CLASSES), "mean_loss": MeanLoss(), "variance": Losses()}
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -132,8 +133,7 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
         batches = dl.Batches(data, batch_size, world, **more)
         model = Network(draws=kind == "drawing").to(dtype)
         functions: dict[str, Any] = {"loss": losses, "mean": mean_loss, "weighted": weighted, "weight": weight}
-        metrics = {"f1": F1(CLASSES), "mean_loss": MeanLoss(), "variance": Losses()}
-        found = dl.evaluate(model, batches, metrics=metrics, **functions)
+        found = dl.evaluate(model, batches, metrics=metrics_of_torch(), **functions)
         assert found["samples"] == size
         matrix = dl.confusion_matrix(model, batches, CLASSES)
         predicted = torch.zeros(0) if kind == "stream" else dl.predict(model, batches)

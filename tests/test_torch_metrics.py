@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchmetrics import AUROC, Accuracy, CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
-from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
-from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
-from torchmetrics.wrappers import MinMaxMetric, Running
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
 CLASSES, SAMPLES = 3, 23
+
+
+def own() -> Any:
+    """The metrics of these tests; here, since each process that collects the tests would wait 4 s for torchmetrics."""
+    from tests.support import torch_metrics
+
+    return torch_metrics
 
 
 def data_and_model() -> tuple[torch.utils.data.TensorDataset, nn.Module]:
@@ -32,64 +36,12 @@ def data_and_model() -> tuple[torch.utils.data.TensorDataset, nn.Module]:
     return torch.utils.data.TensorDataset(inputs, labels), model
 
 
-def first_output(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
-    return (logits[:, 0],)
-
-
-class OfFirst(MeanMetric):
-    """The mean of the first output."""
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
-        super().update(logits[:, 0])
-
-
-class Extreme(MaxMetric):
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
-        super().update(logits)
-
-
-class Least(MinMetric):
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
-        super().update(logits)
-
-
-class Outputs(CatMetric):
-    """Takes none or several pieces of a shard."""
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
-        for piece in logits[:, 1][logits[:, 1] > 0].split(2):
-            super().update(piece)
-
-
-class Several(OfFirst):
-    """A result with several names."""
-
-    def compute(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return {"one": super().compute(), "negative": -super().compute()}
-
-
-def all_metrics() -> dict[str, Any]:
-    return {
-        "f1": MulticlassF1Score(CLASSES, average="macro"),
-        "per class": MulticlassPrecision(CLASSES, average=None),
-        "accuracy": Accuracy(task="multiclass", num_classes=CLASSES),
-        "auroc": AUROC(task="multiclass", num_classes=CLASSES),
-        "binned": AUROC(task="multiclass", num_classes=CLASSES, thresholds=20),
-        "mean": OfFirst(),
-        "largest": Extreme(),
-        "least": Least(),
-        "both": MetricCollection([MulticlassF1Score(CLASSES), MulticlassPrecision(CLASSES)]),
-        "outputs": Outputs(),
-        "several": Several(),
-    }
-
-
 def evaluate(batch_size: int, shards: int | None, samples: int = SAMPLES) -> tuple[dict[str, float], bool]:
     """The results, and whether the caller's metrics are as they were."""
     with dl.join_world() as world:
         data, model = data_and_model()
         part = torch.utils.data.TensorDataset(*(one[:samples] for one in data.tensors))
-        metrics = all_metrics()
+        metrics = own().all_metrics()
         metrics["f1"].update(torch.eye(CLASSES), torch.arange(CLASSES))
         batches = dl.Batches(part, batch_size, world, shuffle=False, shards=shards)
         with warnings.catch_warnings():
@@ -105,7 +57,7 @@ def expected(samples: int = SAMPLES) -> dict[str, float]:
     found: dict[str, float] = {}
     with torch.no_grad():
         logits = model(inputs)
-    for name, metric in all_metrics().items():
+    for name, metric in own().all_metrics().items():
         metric.update(logits, labels)
         result = metric.compute()
         if isinstance(result, dict):
@@ -144,81 +96,11 @@ def test_ranks_without_samples_add_nothing(on_ranks: OnRanks) -> None:
         assert {name: found[name] for name in whole} == pytest.approx(whole, abs=1e-6, nan_ok=True)
 
 
-class Custom(Metric):
-    total: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx=lambda one: one.sum() / 2)
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.total += logits.sum()
-
-    def compute(self) -> torch.Tensor:
-        return self.total
-
-
-class Gathered(Metric):
-    """The mean of the first output, of a list with another rule than "cat"."""
-
-    values: list[torch.Tensor]
-
-    def __init__(self, rule: str | None) -> None:
-        super().__init__()
-        self.add_state("values", [], dist_reduce_fx=rule)
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.values.append(logits[:, 0])
-
-    def compute(self) -> torch.Tensor:
-        return torch.cat(list(self.values)).mean()
-
-
-class Averaged(Custom):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("other", torch.zeros(()), dist_reduce_fx="mean")
-        self._reductions["total"] = self._reductions["other"]
-
-
-class Classes(MulticlassPrecision):
-    """A result for each class."""
-
-    def __init__(self) -> None:
-        super().__init__(CLASSES, average=None)
-
-
-class PartlySmoothed(MulticlassPrecision):
-    """A metric of which one class's true positives start at 1."""
-
-    def __init__(self) -> None:
-        super().__init__(CLASSES)
-        self._defaults["tp"] = torch.tensor([1, 0, 0])
-
-
-class Labels(Metric):
-    """The largest label, of a list that starts with a piece of another dtype; a number of Python."""
-
-    found: list[torch.Tensor]
-
-    def __init__(self, first: torch.Tensor) -> None:
-        super().__init__()
-        self.first = first
-        self.add_state("found", [], dist_reduce_fx="cat")
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        is_first = bool((labels == data_and_model()[0].tensors[1][: len(labels)]).all())
-        self.found.append(self.first if is_first else labels + 2**40)
-
-    def compute(self) -> float:
-        return float(torch.cat(list(self.found)).max()) - 2**40
-
-
 def of_labels(first: torch.Tensor) -> dict[str, float]:
     with dl.join_world() as world:
         data, model = data_and_model()
         batches = dl.Batches(data, 6, world, shuffle=False, shards=1)
-        return dl.evaluate(model, batches, metrics={"largest": Labels(first)})
+        return dl.evaluate(model, batches, metrics={"largest": own().Labels(first, data_and_model()[0].tensors[1])})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -228,36 +110,15 @@ def test_the_first_piece_does_not_decide_the_dtype(first: torch.Tensor, ranks: i
     assert [found["largest"] for found in on_ranks(ranks, of_labels, first)] == [whole] * ranks
 
 
-class Large(Gathered):
-    """The number of outputs above 1e9, which none is, so that each piece is empty."""
-
-    def __init__(self) -> None:
-        super().__init__("cat")
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.values.append(logits[logits[:, 0] > 1e9, 0])
-
-    def compute(self) -> torch.Tensor:
-        return torch.tensor(torch.cat(list(self.values)).numel())
-
-
 def count_large() -> dict[str, float]:
     with dl.join_world() as world:
         data, model = data_and_model()
-        return dl.evaluate(model, dl.Batches(data, 6, world, shuffle=False), metrics={"large": Large()})
+        return dl.evaluate(model, dl.Batches(data, 6, world, shuffle=False), metrics={"large": own().Large()})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pieces_that_are_all_empty_are_an_empty_state(ranks: int, on_ranks: OnRanks) -> None:
     assert on_ranks(ranks, count_large) == [{"large": 0.0, "samples": SAMPLES}] * ranks
-
-
-class Smoothed(OfFirst):
-    """A metric whose sum starts at 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("prior", torch.ones(2), dist_reduce_fx="sum")
 
 
 def first_column(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -274,43 +135,74 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
     ("metrics", "kind", "message"),
     [
         (
-            {"p": PearsonCorrCoef()},
+            lambda own: {"p": own.torchmetrics.PearsonCorrCoef()},
             "ValueError",
             r"p \(PearsonCorrCoef\) has no rule for .* Compute it from dl.predict",
         ),
-        ({"c": Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
-        ({"a": Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
+        (lambda own: {"c": own.Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
+        (lambda own: {"a": own.Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
         *(
-            ({"g": Gathered(rule)}, "ValueError", rf"g \(Gathered\) has dim_zero_{rule} for the list values\. Call")
+            (
+                lambda own, rule=rule: {"g": own.Gathered(rule)},
+                "ValueError",
+                rf"g \(Gathered\) has dim_zero_{rule} for the list values\. Call",
+            )
             for rule in ("sum", "max", "min")
         ),
-        ({"g": Gathered(None)}, "ValueError", r"g \(Gathered\) has no rule for values"),
-        ({"s": Smoothed()}, "ValueError", r"s \(Smoothed\) starts prior at another value"),
-        ({"s": PartlySmoothed()}, "ValueError", r"s \(PartlySmoothed\) starts tp at another value"),
-        ({"r": Running(OfFirst(), window=2)}, "ValueError", r"r \(Running\) wraps OfFirst, .* Pass OfFirst itself"),
-        ({"w": MinMaxMetric(OfFirst())}, "ValueError", r"w \(MinMaxMetric\) wraps OfFirst"),
-        ({"a": MetricCollection({"b": OfFirst()}), "a_b": OfFirst()}, "ValueError", "Two are named 'a_b'. Rename one"),
-        ({"a": Classes(), "a_1": OfFirst()}, "ValueError", "Two are named 'a_1'"),
-        (OfFirst(), "TypeError", "by name. Got OfFirst. Pass a dict"),
-        ([OfFirst()], "TypeError", "by name. Got list. Pass a dict"),
-        ({"f": len}, "TypeError", "metrics of torchmetrics by name. Got builtin_function_or_method for 'f'"),
+        (lambda own: {"g": own.Gathered(None)}, "ValueError", r"g \(Gathered\) has no rule for values"),
+        (lambda own: {"s": own.Smoothed()}, "ValueError", r"s \(Smoothed\) starts prior at another value"),
+        (lambda own: {"s": own.PartlySmoothed()}, "ValueError", r"s \(PartlySmoothed\) starts tp at another value"),
         (
-            {"m": MulticlassConfusionMatrix(CLASSES)},
+            lambda own: {"r": own.torchmetrics.wrappers.Running(own.OfFirst(), window=2)},
+            "ValueError",
+            r"r \(Running\) wraps OfFirst, .* Pass OfFirst itself",
+        ),
+        (
+            lambda own: {"w": own.torchmetrics.wrappers.MinMaxMetric(own.OfFirst())},
+            "ValueError",
+            r"w \(MinMaxMetric\) wraps OfFirst",
+        ),
+        (
+            lambda own: {"a": own.torchmetrics.MetricCollection({"b": own.OfFirst()}), "a_b": own.OfFirst()},
+            "ValueError",
+            "Two are named 'a_b'. Rename one",
+        ),
+        (lambda own: {"a": own.Classes(), "a_1": own.OfFirst()}, "ValueError", "Two are named 'a_1'"),
+        (lambda own: own.OfFirst(), "TypeError", "by name. Got OfFirst. Pass a dict"),
+        (lambda own: [own.OfFirst()], "TypeError", "by name. Got list. Pass a dict"),
+        (
+            lambda own: {"f": len},
+            "TypeError",
+            "metrics of torchmetrics by name. Got builtin_function_or_method for 'f'",
+        ),
+        (
+            lambda own: {"m": own.torchmetrics.classification.MulticlassConfusionMatrix(CLASSES)},
             "ValueError",
             r"m gave shape \(3, 3\)\. dl\.confusion_matrix\(model",
         ),
-        ({"samples": MulticlassF1Score(CLASSES)}, "ValueError", 'not be named "samples"'),
-        ({"f1": MulticlassF1Score(CLASSES)}, "ValueError", "a name of its own"),
-        ({"per": Classes()}, "ValueError", "a name of its own.*per_0"),
-        ({"e": MeanSquaredError()}, "RuntimeError|ValueError", "same shape|shape"),
+        (
+            lambda own: {"samples": own.torchmetrics.classification.MulticlassF1Score(CLASSES)},
+            "ValueError",
+            'not be named "samples"',
+        ),
+        (
+            lambda own: {"f1": own.torchmetrics.classification.MulticlassF1Score(CLASSES)},
+            "ValueError",
+            "a name of its own",
+        ),
+        (lambda own: {"per": own.Classes()}, "ValueError", "a name of its own.*per_0"),
+        (lambda own: {"e": own.torchmetrics.MeanSquaredError()}, "RuntimeError|ValueError", "same shape|shape"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(metrics: Any, kind: str, message: str, refused: Refused) -> None:
+def test_what_cannot_be_merged_is_refused(
+    metrics: Callable[[Any], Any], kind: str, message: str, refused: Refused
+) -> None:
+    given = metrics(own())
     refused(
         2,
         refuse,
-        metrics,
-        isinstance(metrics, dict) and not metrics.keys().isdisjoint({"f1", "per"}),
+        given,
+        isinstance(given, dict) and not given.keys().isdisjoint({"f1", "per"}),
         kind=kind,
         said=message,
         by=ALL,
@@ -320,7 +212,11 @@ def test_what_cannot_be_merged_is_refused(metrics: Any, kind: str, message: str,
 def evaluate_others(world: dl.World, folder: str) -> None:
     data, model = data_and_model()
     name = "f1" if world.rank == 0 else "precision"
-    dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), metrics={name: MulticlassF1Score(CLASSES)})
+    dl.evaluate(
+        model,
+        dl.Batches(data, 7, world, shuffle=False),
+        metrics={name: own().torchmetrics.classification.MulticlassF1Score(CLASSES)},
+    )
 
 
 def test_metrics_of_other_names_on_another_rank_are_refused(refused: Refused) -> None:
@@ -335,7 +231,7 @@ def log_evaluation(folder: str) -> None:
             for inputs, labels in step:
                 step.backward(nn.functional.cross_entropy(model(inputs), labels))
             step.fold()
-        dl.evaluate(model, batches, metrics={"f1": MulticlassF1Score(CLASSES)})
+        dl.evaluate(model, batches, metrics={"f1": own().torchmetrics.classification.MulticlassF1Score(CLASSES)})
 
 
 def test_metrics_are_in_the_run_folder(on_ranks: OnRanks, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.nn.functional import cross_entropy
 from torch.utils import deterministic as torch_deterministic
 
@@ -42,13 +41,20 @@ SWITCHED = {
 }
 
 
+def inductor() -> Any:
+    """Its settings; here, since each process that collects the tests would wait 3 s for the compiler."""
+    from torch._inductor import config
+
+    return config
+
+
 def settings() -> dict[str, object]:
     """The current value of every setting."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "fill": torch_deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]  # a property
-        "inductor": inductor_config.deterministic,
+        "inductor": inductor().deterministic,
         "cudnn deterministic": torch.backends.cudnn.deterministic,
         "cudnn benchmark": torch.backends.cudnn.benchmark,
         **{name: os.environ.get(name) for name in VARIABLES},
@@ -71,7 +77,7 @@ FORMER: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "warnings": lambda patch: torch.use_deterministic_algorithms(True, warn_only=True),
     "warn only, switched off": lambda patch: torch.use_deterministic_algorithms(False, warn_only=True),
     "memory is not filled": lambda patch: patch.setattr(torch_deterministic, "fill_uninitialized_memory", False),
-    "inductor alone": lambda patch: setattr(inductor_config, "deterministic", True),
+    "inductor alone": lambda patch: setattr(inductor(), "deterministic", True),
     "cudnn is deterministic": lambda patch: patch.setattr(torch.backends.cudnn, "deterministic", True),
     "cudnn measures": lambda patch: patch.setattr(torch.backends.cudnn, "benchmark", True),
     "an empty variable": lambda patch: patch.setenv("CUBLAS_WORKSPACE_CONFIG", ""),

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import sklearn.datasets  # noqa: F401  # its first import sets variables of the process; the examples import it
 import tqdm  # type: ignore[import-untyped]
 
 from tests.fake_cuda.build import environment

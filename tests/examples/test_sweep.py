@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ import pytest
 
 import ddp_loop as dl
 from ddp_loop.cli import main
+from ddp_loop.distributed import Pool
 from examples.sweep import train as example
 from tests.support.paths import DOCS, EXAMPLES
 from tests.support.scripts import changed
@@ -134,7 +136,22 @@ def test_the_guide_names_every_status_and_every_argument() -> None:
         assert re.search(rf"`[^`]*\b{argument}\b[^`]*`", guide), argument
 
 
+def forget() -> None:
+    sys.modules.pop("train", None)
+
+
+@pytest.fixture
+def forgetting(warm_pools: list[Pool], warm: None) -> Iterator[None]:
+    """Sweeps of this process run on ranks that are there, which know no `train` of another folder before or after."""
+    for ranks, one in zip((2, 1), warm_pools, strict=True):
+        one.run(forget, ranks)
+    yield
+    for ranks, one in zip((2, 1), warm_pools, strict=True):
+        one.run(forget, ranks)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forgetting")
 def test_every_snippet_of_the_guide_runs(tmp_path: Path) -> None:
     guide = changed((DOCS / "sweeps.md").read_text(), {"size=1000": "size=200", "trials=12": "trials=5"})
     for number, (kind, text) in enumerate(re.findall(r"^```(python|toml|sh)\n(.*?)^```$", guide, re.M | re.S)):

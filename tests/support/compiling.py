@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
-import torch._dynamo
-import torch._inductor.config
-
 
 @contextmanager
 def compiling() -> Iterator[None]:
     """As in a process of its own, which has compiled nothing; leaves no process, thread or variable of the compiler."""
+    import torch._dynamo  # here, since each process that collects the tests would wait 3 s for it
+    import torch._inductor.config
+
     torch._dynamo.reset()
     with torch._inductor.config.patch(compile_threads=1), patch.dict(os.environ):
         yield
