@@ -727,7 +727,8 @@ def _raised(error: BaseException) -> Failure:
     while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # the frames of this module do not help the user
     text = "".join(traceback.format_exception(type(error), error, trace))
-    summary = traceback.format_exception_only(error)[0].rstrip()
+    is_syntax = isinstance(error, SyntaxError)  # whose first lines show the source
+    summary = f"{type(error).__name__}: {error}" if is_syntax else traceback.format_exception_only(error)[0].rstrip()
     exception = b""
     with suppress(Exception):
         exception = pack(error)

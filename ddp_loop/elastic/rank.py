@@ -226,6 +226,7 @@ def leave_advice(advice: str) -> bool:
 
 def _write_whole(path: str, text: str) -> None:
     """Write a file of which a rank that is killed meanwhile leaves no half."""
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
+    # The name of a folder may have bytes that are no UTF-8.
+    with open(f"{path}.new", "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
     os.replace(f"{path}.new", path)

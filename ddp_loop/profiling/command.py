@@ -13,6 +13,11 @@ from ddp_loop.profiling.recording import TRACED, WARM_UP
 from ddp_loop.profiling.times import Profile
 from ddp_loop.tracing import TraceRequest, last_output, run_requested
 
+TOO_SHORT = (
+    "A profile measures steps after the first {warm_up}. No Loop of {script} made more on {on}. Train for more epochs, "
+    "or with smaller mini-batches."
+)
+
 
 class CannotProfile(Exception):
     """The script failed, or made no step that could be measured."""
@@ -44,7 +49,7 @@ def profile(
         start: calls a function on a number of ranks, as `launch` does.
 
     Raises:
-        CannotProfile: the script fails, or makes no step.
+        CannotProfile: the script fails, or makes no step that is measured.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_loop-profile-") as name:
         folder = Path(name)
@@ -58,10 +63,7 @@ def profile(
         except RankFailed as error:
             failure = str(error)
         finally:
-            found = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
-            for number, path in enumerate(found, 1):
-                lines = Profile.from_json(json.loads(path.read_text(encoding="utf-8"))).lines()
-                say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *lines]))
+            found = _show_profiles(folder, say)
         on = f"{ranks} rank{'' if ranks == 1 else 's'}"
         if failure:
             raise CannotProfile(f"{script} fails on {on}:\n{failure}\n{last_output(folder)}".rstrip())
@@ -71,6 +73,8 @@ def profile(
                 "(profile SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since profile starts the "
                 f"ranks itself.\n{last_output(folder)}".rstrip()
             )
+        if not any(one.ranks for one in found):
+            raise CannotProfile(TOO_SHORT.format(warm_up=WARM_UP, script=script, on=on))
         if _traces_in(traces) - earlier:
             say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")
         elif traces is not None:
@@ -78,6 +82,15 @@ def profile(
                 f"No Chrome trace was written into {traces}. Check that it can be, and that the first Loop has {most} "
                 f"steps.\n{last_output(folder)}".rstrip()
             )
+
+
+def _show_profiles(folder: Path, say: Callable[[str], None]) -> list[Profile]:
+    """Report the profile of each Loop, in their order, and return them."""
+    paths = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
+    found = [Profile.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    for number, one in enumerate(found, 1):
+        say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *one.lines()]))
+    return found
 
 
 def _traces_in(folder: Path | None) -> set[tuple[Path, int]]:

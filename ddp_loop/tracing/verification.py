@@ -112,7 +112,8 @@ def run_on(ranks: int, job: VerifyJob, request: TraceRequest) -> list[Trace]:
 def last_output(folder: Path) -> str:
     """The last lines that rank 0 printed in `run_requested`, with a heading; empty without any."""
     path = folder / "output-0.txt"
-    last = path.read_text(encoding="utf-8").splitlines()[-12:] if path.exists() else []
+    # A script may print any bytes through sys.stdout.buffer.
+    last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-12:] if path.exists() else []
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 

@@ -146,8 +146,8 @@ def open_steps(
     if steps is None:
         return ReadAhead(batches), Step
     number = check_count("profile", steps, remedy="It is the number of steps to measure.")
-    if where.length is not None and where.length < WARM_UP + number:
-        most = where.length - WARM_UP
+    most = number if where.length is None else where.length - WARM_UP
+    if most < number and (most > 0 or request is None):  # beside a command's other Loops a short one does no harm
         remedy = (
             f"Ask for {most} at most (profile={most}, --steps {most}), or" if most > 0 else "Give the run more steps:"
         )

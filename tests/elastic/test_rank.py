@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.elastic import PEER_FAILED_EXIT
+from ddp_loop.elastic.rank import ADVICE, START, leave_advice
 from tests.support.harness import until
 from tests.support.paths import ROOT
 
@@ -51,6 +52,14 @@ def python(folder: Path, *words: str, error_file: Path | str = "") -> subprocess
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_advice_may_name_a_folder_whose_name_is_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left after a checkpoint, so an error would end the run."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setenv(START, "0")
+    assert leave_advice(os.fsdecode(b"runs/M\xfcller"))
+    assert (tmp_path / f"error{ADVICE}").read_text() == r"runs/M\udcfcller"
 
 
 @pytest.fixture

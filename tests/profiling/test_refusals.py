@@ -47,6 +47,8 @@ def test_bad_arguments_are_refused(arguments: list[str], said: str, capsys: pyte
         ("return", "made none on 2 ranks"),
         ("if len(sys.argv) < 2: sys.exit('give me a folder')", "ended by sys.exit('give me a folder')"),
         ("print('so far'); 1 / 0", "The last output of rank 0:\n  so far"),
+        ("sys.stdout.buffer.write(b'\\xff so far'); 1 / 0", "The last output of rank 0:\n  \ufffd so far"),
+        ("exec('x = (')", "raised SyntaxError: '(' was never closed"),
     ],
 )
 def test_a_script_that_makes_no_step_raises_with_the_reason(
@@ -92,6 +94,20 @@ def test_each_loop_of_a_script_has_a_table_and_one_that_ends_in_its_warm_up_says
     assert lines[1] == "Profile: no step was measured, since the run ended within its first 6 steps."
     assert lines[2] == "Loop 2"
     assert lines[3].startswith("Profile: 5 steps after 5 of warm-up, 2 ranks on cpu.")
+
+
+SHORT = (
+    "for step in dl.Loop(batches, 1, steps=5, state=state, progress=False): "
+    "[step.backward(model(rows).mean()) for rows in step]; step.fold(); optimizer.step()"
+)
+
+
+def test_a_loop_that_is_too_short_does_not_end_the_profile_of_the_others(on_ranks: OnRanks, tmp_path: Path) -> None:
+    lines = profiled(on_ranks, planted(tmp_path, "BEFORE", SHORT))
+    assert lines[:2] == ["Loop 1", "Profile: no step was measured, since the run ended within its first 6 steps."]
+    assert lines[3].startswith("Profile: 5 steps after 5 of warm-up, 2 ranks on cpu.")
+    with pytest.raises(CannotProfile, match=r"after the first 5\. No Loop of .* made more on 2 ranks\. Train for more"):
+        profiled(on_ranks, planted(tmp_path, "BEFORE", f"{SHORT}\n        return"))
 
 
 @pytest.mark.slow
