@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
+from tests.faults.job import Mark
 from tests.faults.kill_workers import RANKS, Counts, in_the_pool, judge, make_job, under_torchrun
 from tests.support.harness import TASK_S
 from tests.support.paths import ROOT
@@ -23,14 +24,16 @@ from tests.support.paths import ROOT
 @pytest.mark.both_exchanges
 def test_a_killed_rank_leaves_no_trace_in_the_end(pool: Pool, tmp_path: Path) -> None:
     counts, chance = Counts(), random.Random(1)
-    (_, expected), *_ = pool.run(make_job(tmp_path, "undisturbed", epochs=2), RANKS)
-    job = make_job(tmp_path, "in a pool", epochs=2)
-    in_the_pool(pool, job, 1, 3, chance, counts)
-    judge(job, expected, counts)
-    job = make_job(tmp_path, "under torchrun", epochs=2)
-    under_torchrun(job, 1, 5, chance, counts, tmp_path / "log")
-    judge(job, expected, counts)
+    (_, expected), *_ = pool.run(make_job(tmp_path, "undisturbed", epochs=3), RANKS)
+    in_pool = make_job(tmp_path, "in a pool", epochs=3)
+    in_the_pool(pool, in_pool, 1, 3, chance, counts, once_saved=True)
+    judge(in_pool, expected, counts)
+    restarted = make_job(tmp_path, "under torchrun", epochs=3)
+    under_torchrun(restarted, 1, 5, chance, counts, tmp_path / "log", ranks=2, once_saved=True)
+    judge(restarted, expected, counts)
     assert (counts.broken, counts.kills, counts.equal) == ([], 2, 2)
+    first_steps = [Mark(Path(job.marks), 0)["first"] for job in (in_pool, restarted)]
+    assert min(first_steps) > 1, "the last attempts began anew instead of from a checkpoint"
 
 
 @pytest.mark.slow

@@ -64,12 +64,14 @@ class Killer:
         ranks: of it.
         chance: where moments come from.
         counts: what was seen.
+        once_saved: whether it waits for a checkpoint, so that the next attempt has one to resume from.
     """
 
     job: Job
     ranks: int
     chance: random.Random
     counts: Counts
+    once_saved: bool = False
 
     def kill(self, attempt: int, aim: str, is_over: Callable[[], bool], may_kill: Callable[[int], bool]) -> bool:
         """Wait for the moment, and kill; False if the job ended before."""
@@ -79,7 +81,8 @@ class Killer:
         not_before: float | None = None
         while time.monotonic() < deadline and not is_over():
             if not_before is None:
-                if all(mark["attempt"] == attempt and mark["first"] for mark in marks):
+                is_ready = not self.once_saved or any(Path(self.job.run).glob("checkpoints/step-*"))
+                if is_ready and all(mark["attempt"] == attempt and mark["first"] for mark in marks):
                     not_before = time.monotonic() + self.chance.uniform(0, _DELAY_S)
             elif time.monotonic() > not_before and self._is_time(aim, victim, marks):
                 process = victim["process"]
@@ -147,10 +150,20 @@ def parent_of(process: int) -> int:
         return 0
 
 
-def under_torchrun(job: Job, kills: int, first: int, chance: random.Random, counts: Counts, log: Path) -> None:
+def under_torchrun(
+    job: Job,
+    kills: int,
+    first: int,
+    chance: random.Random,
+    counts: Counts,
+    log: Path,
+    *,
+    ranks: int = RANKS,
+    once_saved: bool = False,
+) -> None:
     """One job that torchrun restarts after each kill."""
-    launcher = start_torchrun(job, RANKS, log, f"--max-restarts={kills + 1}")
-    killer, done = Killer(job, RANKS, chance, counts), 0
+    launcher = start_torchrun(job, ranks, log, f"--max-restarts={kills + 1}")
+    killer, done = Killer(job, ranks, chance, counts, once_saved), 0
     try:
         while done < kills:
             aim = AIMS[(first + done) % len(AIMS)]
@@ -159,7 +172,7 @@ def under_torchrun(job: Job, kills: int, first: int, chance: random.Random, coun
                 break
             killer.check_first(done + 1)
             done += 1
-            counts.ways["torchrun restarted all, on 4 ranks"] += 1
+            counts.ways[f"torchrun restarted all, on {ranks} ranks"] += 1
         if launcher.wait(timeout=_AIM_S) != 0:
             counts.broken.append(f"torchrun ended with {launcher.returncode}")
     finally:
@@ -191,7 +204,9 @@ def disturb_once(pool: Pool, job: Job, killer: Killer, aim: str | None) -> bool:
     return killed.is_set()
 
 
-def in_the_pool(pool: Pool, job: Job, kills: int, first: int, chance: random.Random, counts: Counts) -> None:
+def in_the_pool(
+    pool: Pool, job: Job, kills: int, first: int, chance: random.Random, counts: Counts, *, once_saved: bool = False
+) -> None:
     """One job that is started again after each kill, on another number of ranks."""
     for attempt in itertools.count(1):
         ranks = chance.choice((4, 3, 3, 2, 2, 1))
@@ -200,7 +215,7 @@ def in_the_pool(pool: Pool, job: Job, kills: int, first: int, chance: random.Ran
             aim = "forward"
         for rank in range(RANKS):
             Mark(Path(job.marks), rank).clear()
-        killer = Killer(job, ranks, chance, counts)
+        killer = Killer(job, ranks, chance, counts, once_saved)
         killed = disturb_once(pool, replace(job, attempt=attempt), killer, aim)
         killer.check_first(attempt)
         if not killed:
