@@ -153,9 +153,9 @@ def thin_out(count: int, points: int) -> npt.NDArray[np.int64]:
 
     Empty if all rows fit.
     """
-    if count <= max(points, 3):
+    if count <= points:
         return np.zeros(0, dtype=np.int64)
-    size = max(2, -(-(count - 1) // max(1, (points - 1) // 2)))
+    size = max(2, -(-(count - 1) // ((points - 1) // 2)))
     while (count - 1) % size == 1:  # a bucket of one row would have both points at one place
         size += 1
     return np.arange(0, count - 1, size, dtype=np.int64)

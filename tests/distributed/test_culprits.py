@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ddp_loop as dl
+from ddp_loop.distributed.failures import RankReport, RankStatus, find_culprit
 from tests.faults.culprits import (
     BUSY,
     DEAD,
@@ -97,3 +98,11 @@ def test_of_two_ranks_that_part_neither_is_blamed_and_both_places_are_named(
 @pytest.mark.slow
 def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
     assert kill_torchrun(tmp_path).problems == []
+
+
+def test_ranks_that_all_wait_in_one_collective_point_to_the_network() -> None:
+    here = {rank: RankReport(RankStatus("fold", 3, waits="a sum"), "") for rank in range(2)}
+    assert find_culprit(here, {}, set(), ["rank 0", "rank 1"], 30.0) == (
+        None,
+        "All ranks wait in a sum, and it does not end. Check the network between the machines.",
+    )

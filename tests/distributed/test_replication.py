@@ -10,7 +10,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.distributed import ReplicaMismatch, describe_difference
-from ddp_loop.distributed.replica_check import _take, named_tensors
+from ddp_loop.distributed.replica_check import _describe_settings, _take, named_tensors
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
@@ -152,6 +152,12 @@ def test_a_difference_is_described() -> None:
     assert describe_difference([same, [1, 2, 3, 4, 4]], names) == (
         "rank 0 and rank 1 of 2 differ from each other in a, b, c, and 1 more tensor"
     )
+
+
+def test_settings_that_differ_are_said_with_the_ranks_that_have_each_value() -> None:
+    settings = [{"shards": "2", "dtype": one} for one in ("bfloat16", "float32", "bfloat16")]
+    assert _describe_settings(settings) == "dtype is bfloat16 on ranks 0, 2 and float32 on rank 1"
+    assert _describe_settings(settings[::2]) is None
 
 
 def test_everything_that_must_be_the_same_has_a_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.distributed import padded
-from ddp_loop.distributed.two_levels import TwoLevelBackend
+from ddp_loop.distributed.backend import PieceOrder
+from ddp_loop.distributed.piece_sums import tree_levels
+from ddp_loop.distributed.shared_memory import aligned
+from ddp_loop.distributed.two_levels import TwoLevelBackend, machine_order
 from ddp_loop.training.buckets import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import digest, make_flat_sum, on_machines, values
@@ -79,6 +83,28 @@ def tails() -> list[float]:
 
 def test_a_tail_is_added_up_once_where_a_machine_sends_several_sums(on_ranks: OnRanks) -> None:
     assert on_ranks(3, tails) == [[111.0, 111.0]] * 3
+
+
+def test_pieces_whose_sums_need_no_other_sum_are_added_up_at_once() -> None:
+    assert tree_levels((0, 1, 0, 2)) == [([0, 2], [1, 3]), ([0], [2])]  # (0 + 1) + (2 + 3)
+    assert tree_levels((0, 1, 1)) == [([0], [1]), ([0], [2])]
+
+
+def test_rows_have_room_for_an_equal_part_on_each_rank_and_begin_at_cache_lines() -> None:
+    order = PieceOrder((1, 1, 1), (0, 1, 1), is_any=False)
+    assert [padded(length, order) for length in (1, 3, 8)] == [3, 3, 9]
+    assert padded(8, replace(order, is_any=True)) == 8
+    assert [aligned(size) for size in (0, 1, 64, 65)] == [0, 64, 64, 128]
+
+
+def test_one_sum_of_each_of_two_machines_may_be_added_up_in_any_order() -> None:
+    order = PieceOrder((1, 1, 1, 1), (0, 1, 0, 2), is_any=False)  # (0 + 1) + (2 + 3)
+    for machines, between in (
+        ([range(2), range(2, 4)], PieceOrder((1, 1), (0, 1), is_any=True)),
+        ([range(2), range(2, 3), range(3, 4)], PieceOrder((1, 1, 1), (0, 0, 2), is_any=False)),
+        ([range(3), range(3, 4)], PieceOrder((2, 1), (0, 0, 2), is_any=False)),
+    ):
+        assert machine_order(order, machines, 0)[2] == between
 
 
 # -- other collectives -------------------------------------------------------------------------------------

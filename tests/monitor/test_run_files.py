@@ -158,6 +158,7 @@ BAD_IMAGES = {
         WHOLE[:-1], WHOLE + b"<script>", WHOLE[:40], head(8, 8), head(8, 8) + chunk(b"IEND", b""),
         head(8, 8) + chunk(b"zTXt", b"x") + chunk(b"IDAT", b"") + chunk(b"IEND", b""),
         head(8, 8) + b"\xff\xff\xff\xffIDAT" + b"x" * 40,
+        head(8, 8) + 2 * chunk(b"IDAT", b"") + chunk(b"IEND", b""),
     ],
     "pixels, and the page shows at most": [
         head(width, height) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")

@@ -116,7 +116,7 @@ HINTS: dict[str, tuple[Surroundings, list[RankTimes], list[str]]] = {
         ["50 % of the step is the fold's own work (9 of 18 ms), on up to 32 shards per rank."],
     ),
     "lines of the script": (
-        CPU,
+        replace(CPU, cores=8),  # which forward and backward could use, but they are half of the step
         [times(**BUSY, other=9)],
         ["50 % of the step is outside of its phases (9 of 18 ms)"],
     ),

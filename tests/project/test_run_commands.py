@@ -86,6 +86,13 @@ def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys
     assert rows[2][:6] == ["deep/c", "done", "1", "16", "nan", "-"]
 
 
+def test_the_steps_of_a_run_that_was_left_are_shown_beside_all_that_it_has(tmp_path: Path, capsys: Said) -> None:
+    add_run(tmp_path / "a", {}, [1.0, 2.0], steps=9, status="left")
+    add_run(tmp_path / "b", {}, [1.0, 2.0, 3.0], steps=3)
+    head, *rows = cells(printed(capsys, "runs", tmp_path))
+    assert [line[head.index("steps")] for line in rows] == ["2/9", "3"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

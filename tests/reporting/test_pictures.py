@@ -243,7 +243,8 @@ def test_smoothing_in_a_picture_is_over_steps_and_the_rows_stay_pale(figures: li
 def test_the_scale_is_the_one_that_is_asked_for(figures: list[Any]) -> None:
     for log in (None, False, True):
         plots.curves({"loss": Panel([1, 2], [1.0, 1000.0])}, "x.png", log=log)
-    assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear", "log"]
+    plots.curves({"loss": Panel([1, 2, 3], [-1.0, 0.0, 1000.0])}, "x.png")  # what is below 0 has no place on that axis
+    assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear", "log", "linear"]
 
 
 def test_names_are_no_formulas_and_a_long_one_is_cut(figures: list[Any]) -> None:

@@ -16,6 +16,7 @@ from ddp_loop.reporting import (
     ValueSummary,
     find_runs,
     is_lower_better,
+    jsonl,
     plain_reason,
     read_run,
     run_records,
@@ -136,6 +137,13 @@ def test_a_long_file_is_read_up_to_the_deadline_and_then_on(tmp_path: Path) -> N
     assert (found.is_behind, found.began, found.rows) == (True, 7.0, {})
     found = read_run(run)
     assert (found.is_behind, found.rows["loss"].at) == (False, 20_000)
+
+
+def test_all_lines_of_a_file_that_is_read_in_parts_come(tmp_path: Path) -> None:
+    values = dict.fromkeys(map("x{}".format, range(500)), 0.5)
+    write_lines(tmp_path / "rows.jsonl", [{"iteration": k, **values} for k in range(1, 301)])
+    assert (tmp_path / "rows.jsonl").stat().st_size > jsonl.CHUNK
+    assert [one["iteration"] for one in jsonl.read_lines(tmp_path / "rows.jsonl")] == list(range(1, 301))
 
 
 def test_rows_that_are_added_cut_off_or_written_anew_are_followed(tmp_path: Path) -> None:

@@ -74,3 +74,10 @@ def test_the_reason_of_a_trial_whose_loop_did_not_get_its_run_folder(tmp_path: P
     reader = ObjectiveReader(tmp_path, Objective("loss"))
     assert (reader.poll(), reader.value) == ([], None)
     assert reader.missing().startswith("Its run folder has no rows. Pass run_dir to the Loop")
+
+
+def test_an_objective_that_no_row_has_is_said_with_the_names_that_the_rows_have(tmp_path: Path) -> None:
+    reader = ObjectiveReader(tmp_path, Objective("f2"))
+    write(tmp_path / "rows.jsonl", row(1, 0, 4.0), row(2, 0, 2.0) | {"f1": 0.5}, row(3, 0, 1.0))
+    assert (reader.poll(), reader.value) == ([], None)
+    assert "have no 'f2' (Did you mean 'f1'?). They have loss, f1. Return the value" in reader.missing()

@@ -16,6 +16,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
 from ddp_loop.cli import main
 from ddp_loop.distributed import launcher
+from ddp_loop.sweeps import command
 from ddp_loop.sweeps.command import begin
 from tests.support.trials import toml, train, trivial
 
@@ -185,3 +186,16 @@ def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_options_that_would_not_count(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_storage_must_have_one_sweep_and_otherwise_its_sweeps_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Path] = []
+    monkeypatch.setattr(command, "check_reachable", str)
+    monkeypatch.setattr(command, "folders_in", lambda url: found)
+    for said in ("It has none", None, r"It has 2: runs/0, runs/1"):
+        if said is None:
+            assert command.folder_in("sqlite://") == Path("runs/0")
+        else:
+            with pytest.raises(ValueError, match=rf"must have one sweep\. {said}\. Pass --folder FOLDER\."):
+                command.folder_in("sqlite://")
+        found.append(Path(f"runs/{len(found)}"))

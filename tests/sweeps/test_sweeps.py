@@ -140,9 +140,10 @@ def test_a_keyword_is_the_same_one_at_another_address() -> None:
     assert first == second
 
 
-def test_the_last_step_of_a_range_is_not_above_its_end() -> None:
+def test_each_step_of_a_range_is_drawn_and_the_last_one_is_not_above_its_end() -> None:
     space = make_space({"rate": {"low": 0.1, "high": 0.7, "step": 0.1}}, "random", 50, 0)
-    assert max(float(str(point["rate"])) for point in space.points or ()) == 0.7
+    rates = {float(str(point["rate"])) for point in space.points or ()}
+    assert (len(rates), min(rates), max(rates)) == (7, 0.1, 0.7)
 
 
 def test_the_time_left_is_that_of_the_trials_that_ended() -> None:

@@ -88,6 +88,7 @@ def test_a_script_gets_its_arguments_and_is_stopped_early(pool: Pool, tmp_path: 
         ("verify x.py --ranks 2", "two or more different numbers of ranks"),
         ("verify x.py --ranks 1,two", "two or more different numbers of ranks"),
         ("verify x.py --steps 0", "a whole number, 1 or more"),
+        ("verify x.py --tolerance 2", "must be between 0 and 1"),
         ("verify", "the following arguments are required: SCRIPT"),
         ("diff here", "the following arguments are required: RUN"),
     ],

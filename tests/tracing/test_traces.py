@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.determinism import digest, leaves
-from ddp_loop.tracing.trace import read_trace
+from ddp_loop.tracing import diagnosis
+from ddp_loop.tracing.trace import check_comparable, read_trace
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
@@ -173,6 +175,27 @@ def test_a_trace_needs_a_run_folder(refused: Refused) -> None:
 
 
 # -- digests -----------------------------------------------------------------------------------------------
+
+
+def test_only_a_shard_that_its_pieces_fill_is_compared_with_them() -> None:
+    def cut(*samples: int) -> dict[int, Any]:
+        return {number: SimpleNamespace(samples=one) for number, one in enumerate(samples)}
+
+    shards = cut(4, 4)
+    for samples, found in (
+        ((2, 2, 1, 3), [(0, [0, 1]), (1, [2, 3])]),
+        ((2, 2, 4), [(0, [0, 1])]),  # a shard that is not cut has no pieces
+        ((2, 1, 5), []),
+        ((3, 3, 1, 1), []),
+    ):
+        pieces = cut(*samples)
+        expected = [(number, [shards[number], *map(pieces.__getitem__, parts)]) for number, parts in found]
+        assert diagnosis._cut_shards(shards, pieces) == expected
+
+
+def test_equal_lists_of_tensors_can_be_compared() -> None:
+    runs: list[Any] = [SimpleNamespace(head={"tensors": {"w": ["torch.float32", [2]]}}, numbers=[1]) for _ in range(2)]
+    check_comparable(*runs)
 
 
 def test_a_digest_is_the_same_exactly_if_the_bits_are() -> None:
