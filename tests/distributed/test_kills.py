@@ -33,7 +33,7 @@ def test_a_killed_rank_leaves_no_trace_in_the_end(pool: Pool, tmp_path: Path) ->
     judge(restarted, expected, counts)
     assert (counts.broken, counts.kills, counts.equal) == ([], 2, 2)
     first_steps = [Mark(Path(job.marks), 0)["first"] for job in (in_pool, restarted)]
-    assert min(first_steps) > 1, "the last attempts began anew instead of from a checkpoint"
+    assert min(first_steps) > 1, "the last attempts started over instead of resuming from a checkpoint"
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def test_what_follows_a_row_that_is_made_again_is_cut_silently(once: bool, tmp_p
     file = path.stat().st_ino
     lines = JsonlWriter(path, 2, print, "raise", once=once)
     lines.close()
-    assert path.stat().st_ino == file  # it is cut, not written anew
+    assert path.stat().st_ino == file  # the file is truncated, not rewritten
     assert (lines.notice, lines_of(path), os.listdir(tmp_path)) == ("", there[:2], [ROWS])
 
 
