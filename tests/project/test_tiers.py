@@ -87,7 +87,7 @@ def test_every_claimed_capability_has_a_quick_test(request: pytest.FixtureReques
     assert shown & claimed_rows() - quick == set()
 
 
-def test_what_make_test_leaves_out_is_what_continuous_integration_runs_after_it() -> None:
+def test_continuous_integration_runs_what_make_test_leaves_out_too() -> None:
     makefile, ci = text_of("Makefile"), (ROOT / ".ci" / "run").read_text()
     lines = re.findall(r"^(test|test-all|test-rest):.*\n\t(.*)$", makefile, re.MULTILINE)
     chosen = {target: re.findall(r'-m "([^"]+)"', line) for target, line in lines}
