@@ -25,11 +25,12 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_loop.elastic.process_states import INTERRUPTED_EXIT
@@ -170,14 +171,25 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
             metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
             agent = Agent(spec, config)
             code = agent.exit_code()
-        except RendezvousError as error:
-            sys.stderr.write(f"ddp_loop: The hosts did not meet at {config.rdzv_endpoint}: {error}\n")
+        except (RendezvousError, dist.DistError) as error:  # the latter of the store, where torch's agent uses it
+            sys.stderr.write(f"ddp_loop: The hosts did not meet at {config.rdzv_endpoint}: {_why(error)}\n")
             return 1
         if not agent.leaves_others:
             handler.shutdown()
         event = agent.get_event_failed() if code else agent.get_event_succeeded()
         events.record(event, config.event_log_handler or "null")
         return code
+
+
+def _why(error: Exception) -> str:
+    """Why the hosts did not meet, and the remedy. torch's own errors often say nothing, or name their cause alone."""
+    if isinstance(error, RendezvousClosedError):
+        return "the job of this --rdzv-id has ended there. Pass another one."
+    said = str(error.__cause__ or error).partition("\n")[0].rstrip(".?")
+    return (
+        f"{said or 'fewer than --nnodes came in time'}. Start `run` on every host, with the same address, port, "
+        "--nnodes and --rdzv-id, and open the port between the hosts."
+    )
 
 
 @contextmanager

@@ -30,22 +30,18 @@ def host_store(port: int = 0) -> dist.TCPStore:
     return serve_store(socket.create_server((LOOPBACK, port)), LOOPBACK)
 
 
-def serve_store(
-    listener: socket.socket, host: str, clients: int | None = None, timeout: timedelta = _STORE_TIMEOUT
-) -> dist.TCPStore:
+def serve_store(listener: socket.socket, host: str, timeout: timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
     """A key-value store on a listener, which belongs to the store from then on.
 
     Args:
         listener, host: where it listens, and where this process reaches it.
-        clients: how many must connect before this returns, this process included; None for no wait.
-        timeout: of that wait and of each request.
+        timeout: of each request.
     """
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        host, port, clients, is_master=True, timeout=timeout, wait_for_workers=clients is not None,
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach(),
     )  # fmt: skip
 
 

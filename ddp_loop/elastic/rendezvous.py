@@ -4,6 +4,9 @@
 rendezvous unpickles what lies in its store. So torch's rendezvous is not used on one machine: its store listens on the
 loopback, and nothing in it is unpickled. On several machines the stores listen at the address that was given, and a
 state of the rendezvous that would call or import anything is refused before torch unpickles it.
+
+[Note: Waiting for other machines] They may never come. torch's own waits are in compiled code: no Ctrl-C ends them, and
+a client that waits in vain tries twice and prints the stack of its C++. So all waits are made here.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import io
 import ipaddress
 import pickle
 import socket
+import time
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -35,6 +39,8 @@ from ddp_loop.elastic.loopback import LOOPBACK, host_store, serve_store
 Found = TypeVar("Found", tuple[bytes, Any] | None, tuple[bytes, Any, bool] | None)  # a state, and more
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # as torchrun
 _STATIC_TIMEOUT_S = 600  # as torchrun
+_C10D_TIMEOUT_S = 60  # likewise
+_LOOK_S = 0.1  # between two looks for other machines
 _BACKENDS = {"c10d": "c10d_rendezvous_backend", "etcd-v2": "etcd_rendezvous_backend"}  # those with a pickled state
 _ROOM = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _IN_A_STATE = {
@@ -58,21 +64,34 @@ class StaticRendezvous(StaticTCPRendezvous):
             RendezvousConnectionError: they do not, or the port is taken.
         """
         if self._store is None or self.master_port == 0:  # a new store has no keys of ranks that have ended
-            host = self.master_addr
             try:
-                if self.world_size == 1:
-                    self._store = host_store(self.master_port)
-                elif self.rank == 0:
-                    listener = listen_at(host, self.master_port)
-                    self._store = serve_store(listener, host, self.world_size, self.timeout)
-                else:
-                    self._store = dist.TCPStore(
-                        host, self.master_port, self.world_size, is_master=False, timeout=self.timeout
-                    )
+                self._store = host_store(self.master_port) if self.world_size == 1 else self._meet()
             except (OSError, RuntimeError) as error:  # torch's errors of a store are among the latter
                 raise RendezvousConnectionError(str(error)) from error
         bootstrap = RendezvousStoreInfo(self.master_addr, self._store.port)
         return RendezvousInfo(dist.PrefixStore(self.run_id, self._store), self.rank, self.world_size, bootstrap)
+
+    def _meet(self) -> dist.TCPStore:
+        """The store of all machines, once each has come. See [Note: Waiting for other machines]."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        host = self.master_addr
+        if self.rank == 0:
+            store = serve_store(listen_at(host, self.master_port), host, self.timeout)
+        else:
+            await_listener(host, self.master_port, self.timeout.total_seconds())
+            store = dist.TCPStore(host, self.master_port, is_master=False, timeout=self.timeout, wait_for_workers=False)
+        own = dist.PrefixStore(f"{self.run_id}/machines", store)
+        own.set(str(self.rank), "")
+        missing = list(range(self.world_size))
+        while missing := [rank for rank in missing if not own.check([str(rank)])]:
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing))
+                raise RendezvousConnectionError(
+                    f"of --nnodes={self.world_size} and --rdzv-id={self.run_id}, --node-rank {ranks} did not come "
+                    f"within {self.timeout.total_seconds():g} s"
+                )
+            time.sleep(_LOOK_S)
+        return store
 
 
 class CheckedBackend(RendezvousBackend):
@@ -140,7 +159,11 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
         return StaticRendezvous(LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, timeout_s or 0)
     if backend not in _BACKENDS:
         return registry.get_rendezvous_handler(parameters)
-    server = _serve_meeting(parameters) if backend == "c10d" else None
+    server = None
+    if backend == "c10d" and parameters.get("store_type", "tcp").strip().lower() == "tcp":
+        server = _serve_meeting(parameters)
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORTS[backend])
+        await_listener(host, port, parameters.get_as_int("read_timeout", _C10D_TIMEOUT_S) or 0)
     module = importlib.import_module(f"torch.distributed.elastic.rendezvous.{_BACKENDS[backend]}")
     found, store = module.create_backend(parameters)
     handler = create_handler(store, CheckedBackend(found), parameters)
@@ -150,8 +173,6 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
     """Serve the store of the c10d rendezvous, if this machine is to; torch's backend then connects to it."""
-    if parameters.get("store_type", "tcp").strip().lower() != "tcp":
-        return None
     host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORTS["c10d"])
     asked = parameters.get_as_bool("is_host")
     if not (_matches_machine_hostname(host) if asked is None else asked):
@@ -171,6 +192,24 @@ def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
 def _serve(host: str, port: int) -> dist.TCPStore:
     """A store of all machines, at this one's address."""
     return serve_store(listen_at(host, port), host)
+
+
+def await_listener(host: str, port: int, timeout_s: float) -> None:
+    """Wait until a process listens at an address. See [Note: Waiting for other machines].
+
+    Raises:
+        RendezvousConnectionError: none does in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), max(_LOOK_S, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = error.strerror or error
+                raise RendezvousConnectionError(f"nothing listened there within {timeout_s:g} s ({why})") from None
+            time.sleep(_LOOK_S)
 
 
 def listen_at(host: str, port: int) -> socket.socket:
