@@ -58,6 +58,7 @@ HEADER_BYTES = 100_000_000  # the limit of safetensors
 _SEAL_BYTES = 78
 
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,12})(?:-([2-9]|[1-9][0-9]{1,8}))?")
+DAMAGED = "damaged-"  # a checkpoint that a resumed run refused
 
 
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}  # other kinds of files
@@ -240,6 +241,21 @@ class CheckpointStore:
                     return self.newest(best=best)
                 self.refused.append(error)
         return None
+
+    def set_aside(self) -> None:
+        """Rename the checkpoints in `refused` to damaged-..., for a person to look at.
+
+        Under their names they would count as the newest or the best, and intact ones would be removed in their place.
+
+        Raises:
+            OSError: one cannot be renamed.
+        """
+        for path in [one.path if one.path.parent == self.folder else one.path.parent for one in self.refused]:
+            number = 1
+            while os.path.lexists(target := self.folder / f"{DAMAGED}{path.name}{f'.{number}' * (number > 1)}"):
+                number += 1
+            with explained(f"The corrupt checkpoint {path} could not be renamed", REPAIR):
+                path.rename(target)
 
     def entries(self, *, verify: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the newest first; without `verify` the large files are not read."""

@@ -17,10 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ddp_loop.checkpoint import CheckpointStore, storage
+import ddp_loop as dl
+from ddp_loop.checkpoint import CheckpointStore, storage, store_of
 from ddp_loop.checkpoint.serialization import from_tree, to_tree
 from ddp_loop.checkpoint.storage import MANIFEST, STATE, TENSORS
+from ddp_loop.reporting.run_table import records_below
 from tests.faults.flip_bits import cut, flip_checkpoints, flipped
+from tests.support.harness import OnRanks
 
 FILES = (TENSORS, STATE, MANIFEST)
 
@@ -284,3 +287,51 @@ def test_where_none_is_good_all_are_named(checkpoints: CheckpointStore) -> None:
     assert [one.path.name for one in checkpoints.refused] == [TENSORS, STATE]
     assert [entry.problem for entry in checkpoints.entries()] == [None, None]  # sizes and manifests alone
     assert all("does not have the SHA-256" in (entry.problem or "") for entry in checkpoints.entries(verify=True))
+
+
+def train(run: Path, epochs: int, scores: dict[int, float]) -> int:
+    """Train one step an epoch, save with these scores, and return the step after which the run resumed."""
+    with dl.join_world(device="cpu") as world:
+        model = torch.nn.Linear(2, 1)
+        batches = dl.Batches(torch.ones(4, 2), 4, world)
+        loop = dl.Loop(batches, epochs, state={"model": model}, run_dir=run, keep_last=2, progress=False)
+        resumed = loop.iteration
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(model(rows).mean())
+                step.fold()
+                with torch.no_grad():
+                    model.bias.add_(1.0)
+            if epoch.number in scores:
+                loop.save(scores[epoch.number])
+    return resumed
+
+
+def test_a_damaged_one_with_the_best_score_costs_no_intact_one(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Under its name it was the best and one of those kept, also in later starts, and step 2 was removed for it."""
+    run = tmp_path / "run"
+    assert on_ranks(1, train, run, 3, {1: 0.5, 2: 0.2, 3: 0.1}) == [0]
+    folder = run / "checkpoints"
+    tensors = folder / "step-00000003" / TENSORS
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")
+    assert on_ranks(1, train, run, 5, {5: 0.3}) == [2]
+    assert on_ranks(1, train, run, 8, {}) == [5]
+    kept = {entry.iteration: entry.score for entry in store_of(run).entries(verify=True) if entry.problem is None}
+    assert kept == {8: None, 7: None, 2: 0.2}
+    assert sorted(os.listdir(folder))[0] == "damaged-step-00000003"
+    assert (folder / "damaged-step-00000003" / TENSORS).exists()
+    (scores,) = [one.scores["score"] for one in records_below(run)]
+    assert (scores.best, scores.best_at) == (0.2, 2)
+
+
+def test_each_damaged_one_keeps_a_name_of_its_own(checkpoints: CheckpointStore) -> None:
+    for _ in range(3):
+        path = checkpoints.write(to_tree({"n": 3}), iteration=3, facts={})
+        (path / STATE).unlink()
+        assert checkpoints.newest() is not None
+        checkpoints.set_aside()
+    assert sorted(os.listdir(checkpoints.folder)) == [
+        *(f"damaged-step-00000003{number}" for number in ("", ".2", ".3")),
+        *("step-00000001", "step-00000002"),
+    ]
