@@ -505,7 +505,8 @@ class Checkpointer:
                 f"None of the {len(self._store.refused)} checkpoints in {self._store.folder} is intact. Restore a "
                 "copy of one, or pass resume=False to start over, which moves them away."
             )
-        self._store.set_aside()
+        for renamed in self._store.set_aside():
+            self.say(f"The corrupt checkpoint is kept as {renamed}")
         return None if found is None else ((found.path.name, found.facts), found.packed)
 
     # -- the run's status ----------------------------------------------------------------------------------

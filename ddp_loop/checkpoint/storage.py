@@ -242,20 +242,22 @@ class CheckpointStore:
                 self.refused.append(error)
         return None
 
-    def set_aside(self) -> None:
-        """Rename the checkpoints in `refused` to damaged-..., for a person to look at.
+    def set_aside(self) -> list[Path]:
+        """Rename the refused checkpoints whose damage only a whole read shows to damaged-..., and return their names.
 
-        Under their names they would count as the newest or the best, and intact ones would be removed in their place.
+        Under their old names they would count as the best, and intact ones would be removed in their place.
 
         Raises:
             OSError: one cannot be renamed.
         """
-        for path in [one.path if one.path.parent == self.folder else one.path.parent for one in self.refused]:
-            number = 1
-            while os.path.lexists(target := self.folder / f"{DAMAGED}{path.name}{f'.{number}' * (number > 1)}"):
-                number += 1
+        counted = {entry.path for entry in self.entries() if entry.problem is None}
+        targets = []
+        for path in sorted(counted & {path for one in self.refused for path in (one.path, one.path.parent)}):
+            target = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
             with explained(f"The corrupt checkpoint {path} could not be renamed", REPAIR):
                 path.rename(target)
+            targets.append(target)
+        return targets
 
     def entries(self, *, verify: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the newest first; without `verify` the large files are not read."""

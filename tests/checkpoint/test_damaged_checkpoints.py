@@ -319,19 +319,24 @@ def test_a_damaged_one_with_the_best_score_costs_no_intact_one(on_ranks: OnRanks
     assert on_ranks(1, train, run, 8, {}) == [5]
     kept = {entry.iteration: entry.score for entry in store_of(run).entries(verify=True) if entry.problem is None}
     assert kept == {8: None, 7: None, 2: 0.2}
-    assert sorted(os.listdir(folder))[0] == "damaged-step-00000003"
-    assert (folder / "damaged-step-00000003" / TENSORS).exists()
+    [damaged] = folder.glob("damaged-step-00000003-*")
+    assert (damaged / TENSORS).exists()
     (scores,) = [one.scores["score"] for one in records_below(run)]
     assert (scores.best, scores.best_at) == (0.2, 2)
 
 
-def test_each_damaged_one_keeps_a_name_of_its_own(checkpoints: CheckpointStore) -> None:
-    for _ in range(3):
-        path = checkpoints.write(to_tree({"n": 3}), iteration=3, facts={})
-        (path / STATE).unlink()
-        assert checkpoints.newest() is not None
-        checkpoints.set_aside()
+def test_only_damage_that_a_listing_does_not_show_is_renamed(checkpoints: CheckpointStore) -> None:
+    """Others count neither as the best nor as kept: one of a newer version must keep its name."""
+    for iteration, name in ((3, STATE), (4, MANIFEST)):
+        path = checkpoints.write(to_tree({"n": iteration}), iteration=iteration, facts={}) / name
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.iteration == 2
+    assert len(checkpoints.refused) == 2
+    [renamed] = checkpoints.set_aside()
+    assert renamed.name.startswith("damaged-step-00000003-")
     assert sorted(os.listdir(checkpoints.folder)) == [
-        *(f"damaged-step-00000003{number}" for number in ("", ".2", ".3")),
-        *("step-00000001", "step-00000002"),
+        renamed.name,
+        *(f"step-0000000{number}" for number in (1, 2, 4)),
     ]
