@@ -111,7 +111,7 @@ class RunView:
             self._poll()
             run = self._run
             last = self._rows.last()
-            about = run.about(last.get("iteration"))
+            about = run.about(int(last.get("iteration") or 0))
             elapsed_s, rest_s, speed = self._times(about["iteration"], about["steps"])
             return {
                 "key": self.key,
