@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, aligned
 from ddp_loop.profiling.clock import COMMUNICATION, PHASES
 
 MOST_RANKS = 16  # in a table
@@ -142,12 +142,10 @@ class Profile:
             for one in _shown(self.ranks)
         ]
         rows.append(("share", "", *(percent(mean_of(self.ranks, phase) / step) for phase in PHASES)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        table = ["  ".join(one.rjust(width) for one, width in zip(row, widths, strict=True)) for row in rows]
         some = f", {MOST_RANKS} of them below" if len(self.ranks) > MOST_RANKS else ""
         return [
             f"Profile: {self.heading()}{some}. Milliseconds per step:",
-            *table,
+            *aligned(rows, str.rjust),
             *(f"* {hint}" for hint in self.hints),
         ]
 
