@@ -109,14 +109,14 @@ class Profile:
     hints: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as JSON values, with the phases in order and the heading as text."""
-        return {"version": 1, "heading": self.heading(), "phases": list(PHASES), **asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Profile:
-        """Restore a profile from the values of `as_json`."""
-        ranks = tuple(RankTimes(**one) for one in values["ranks"])
-        return cls(Surroundings(**values["where"]), ranks, tuple(values["hints"]))
+        """The profile as JSON values, with the phases in order, and the heading and the lines as text."""
+        return {
+            "version": 1,
+            "heading": self.heading(),
+            "phases": list(PHASES),
+            "lines": self.lines(),
+            **asdict(self),
+        }
 
     def heading(self) -> str:
         """How many steps, where, and which ranks are missing, in words."""
