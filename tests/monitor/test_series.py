@@ -98,7 +98,7 @@ def test_values_that_are_not_finite_are_missing_and_a_column_may_begin_late() ->
     columns = columns_of(
         {"iteration": 1, "epoch": 1, "loss": 2.5, "word": "x", "list": [1]},
         {"iteration": 2, "epoch": "one", "loss": None, "right": True, "huge": 10**400},
-        {"iteration": 3, "loss": float("inf"), "late": 7},
+        {"iteration": 3, "epoch": -1, "loss": float("inf"), "late": 7},
     )
     assert columns.names == ["loss", "right", "huge", "late"]
     assert columns.iterations.tolist() == [1, 2, 3]
