@@ -60,6 +60,7 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
         ValueError: `run` is not a run folder.
     """
     from ddp_loop.checkpoint import best_of, store_of
+    from ddp_loop.distributed import aligned
 
     entries = store_of(run).entries(verify=True)
     if not entries:
@@ -67,8 +68,7 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
     newest = next((entry for entry in entries if entry.problem is None), None)
     best = best_of(entries)
     rows = [HEAD, *(_row(entry, entry is newest, entry is best) for entry in entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     if newest is None:
         lines.append("No checkpoint is valid. A resumed run has nothing to start from.")
     return all(entry.problem is None for entry in entries), lines

@@ -4,7 +4,7 @@ from ddp_loop.distributed.backend import PieceOrder, Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode_all
-from ddp_loop.distributed.failures import PeerFailed, Stopped, format_error, listed
+from ddp_loop.distributed.failures import PeerFailed, Stopped, aligned, format_error, listed
 from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch, pack_call, run_script
 from ddp_loop.distributed.machine import machine_of
@@ -54,6 +54,7 @@ __all__ = [
     "Work",
     "WorkerSignals",
     "World",
+    "aligned",
     "as_real",
     "assemble_all",
     "check_layout",

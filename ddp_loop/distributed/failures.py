@@ -168,6 +168,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
+def aligned(rows: Sequence[Sequence[str]], place: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """The lines of a table: its columns have the width of their longest text, and `place` sets a text in it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(place, row, widths)).rstrip() for row in rows]
+
+
 def format_error(error: BaseException) -> str:
     """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does.
 

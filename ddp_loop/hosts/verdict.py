@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from ddp_loop.distributed import aligned
 from ddp_loop.hosts.facts import Facts
 from ddp_loop.hosts.links import Link
 
@@ -81,24 +82,19 @@ def table(found: Findings) -> list[str]:
         rows.append(
             [str(one.rank), one.host, address, *(facts.get(name, "-") for name in names), free, str(one.count_of_gpus)]
         )
-    lines = _aligned(rows)
+    lines = aligned(rows)
     if found.links:
         rows = [["from", "to", "round trip", "there", "back", "clock ahead"]]
         for (rank, other), link in sorted(found.links.items()):
             rates = [f"{bits / 1e9:.3g} Gbit/s" for bits in (link.bits_per_s, link.bits_per_s_back)]
             clock = f"{1000 * link.clock_s:+.1f} ms"
             rows.append([found.host(rank), found.host(other), f"{1000 * link.round_trip_s:.2f} ms", *rates, clock])
-        lines += ["", *_aligned(rows)]
+        lines += ["", *aligned(rows)]
     for rank in found.leaders():
         if pairs := found.facts[rank].no_peer_access:
             words = ", ".join(f"{one} to {other}" for one, other in pairs)
             lines.append(f"No peer access between GPUs on {found.host(rank)}: {words}. Their sums go over the host.")
     return lines
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def problems(found: Findings, bounds: Bounds) -> list[str]:

@@ -33,7 +33,6 @@ class RunState:
         self.is_active = False
         self.status: dict[str, Any] = {}
         self.trial: dict[str, Any] = {}
-        self._extent: dict[str, int] = {}
         self._seen = False
 
     def look(self) -> None:
@@ -47,29 +46,23 @@ class RunState:
         self.trial = read_json(self.folder / TRIAL) or {}
         self.state = state_of(self.folder, self.status, self.trial)
         self.is_active = is_running(self.folder)  # a trial also runs before and after its loop
-        for name in ("epochs", "steps_per_epoch", "steps"):  # of the newest status that has them
-            if (number := count(self.status.get(name))) is not None:
-                self._extent[name] = number
-            elif name in self.status:
-                self._extent.pop(name, None)
 
-    def about(self, row: object) -> dict[str, Any]:
+    def about(self, row: int) -> dict[str, Any]:
         """Return what the page shows of the state, as JSON values: how far it is, of how many steps and epochs.
 
         Args:
-            row: the iteration of the last row.
+            row: the iteration of the last row; 0 without one.
         """
         status = count(self.status.get("iteration")) or 0
-        made = count(row) or 0
-        iteration = status if self.state in (*ENDED, *ENDED_TRIAL) and status else max(made, status)
-        total = total_steps(self._extent)
+        iteration = status if self.state in (*ENDED, *ENDED_TRIAL) and status else max(row, status)
+        total = total_steps(self.status)
         return {
             "state": self.state,
             "says": self._says(iteration),
             "fraction": 1.0 if self.state == "done" else min(1.0, iteration / total) if total else None,
             "iteration": iteration,
             "steps": total,
-            "epochs": self._extent.get("epochs"),
+            "epochs": count(self.status.get("epochs")),
             "can_stop": self.is_active and self.state == "running",
         }
 

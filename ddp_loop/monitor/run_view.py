@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import threading
 import time
 from collections.abc import Collection
@@ -21,7 +20,6 @@ from ddp_loop.checkpoint import (
     PROFILE_FILE,
     RANKS,
     ROWS,
-    hide_secrets,
     read_json,
     way_on,
 )
@@ -113,7 +111,7 @@ class RunView:
             self._poll()
             run = self._run
             last = self._rows.last()
-            about = run.about(last.get("iteration"))
+            about = run.about(int(last.get("iteration") or 0))
             elapsed_s, rest_s, speed = self._times(about["iteration"], about["steps"])
             return {
                 "key": self.key,
@@ -191,20 +189,11 @@ class RunView:
         return problems
 
     def _continue(self) -> str | None:
-        """Return the command that resumes the run, from status.json."""
+        """Return the command that resumes the run, from status.json; empty if that does not say it."""
         if self._run.state not in ("stopped", "failed", "left", "lost"):
             return None
-        if whole := way_on(self._run.status):
-            return whole if len(whole) < MOST_COMMAND else f"{whole[:MOST_SHOWN]} ... (too long to be shown)"
-        # A folder of an older version, which does not say how its run was started.
-        words = self._run.status.get("command")
-        directory = text_of(self._run.status.get("directory"))
-        command = hide_secrets([str(word) for word in words]) if isinstance(words, list) and words else ["SCRIPT.py"]
-        ranks = count(self._run.status.get("ranks")) or 1
-        start = ["torchrun", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
-        change = f"cd {shlex.quote(directory)} && " if directory else ""
-        whole = change + shlex.join([*start, *command])
-        return whole if len(whole) < MOST_COMMAND else f"{change}{' '.join(start)} ... (too long to be shown)"
+        whole = way_on(self._run.status)
+        return whole if len(whole) < MOST_COMMAND else f"{whole[:MOST_SHOWN]} ... (too long to be shown)"
 
     # -- curves --------------------------------------------------------------------------------------------
 

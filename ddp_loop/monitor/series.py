@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, nan
+from math import nan
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.reporting import Columns, columns_of, count
+from ddp_loop.reporting import Columns, columns_of, is_at_an_iteration
 
 MOST_COLUMNS = 64
 _KEYS = ("iteration", "epoch")
@@ -49,24 +49,27 @@ class MetricSeries:
         return list(self._columns)
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows, as `add` does."""
-        for part, columns in columns_of(rows):
-            if columns is not None and (not len(self) or columns.column("iteration")[0] > self._keys["iteration"][-1]):
-                self._append(columns)
-                continue
-            for row in part:
-                self.add(row)
+        """Add rows. Rows of later iterations are removed; a row of the same iteration is extended."""
+        found = [row for row in rows if is_at_an_iteration(row)]
+        self.refused += len(rows) - len(found)
+        for columns in columns_of(found):
+            falls = np.flatnonzero(np.diff(columns.column("iteration")) <= 0) + 1
+            for values in np.split(columns.values, falls):
+                self._add(Columns(columns.names, values))
 
-    def _append(self, columns: Columns) -> None:
-        """Add columns whose rows follow the last one."""
+    def _add(self, columns: Columns) -> None:
+        """Add rows whose iterations rise."""
+        steps = columns.column("iteration").astype(np.int64)
+        if len(self) and steps[0] < self._keys["iteration"][-1]:
+            self._cut(int(steps[0]))
+        is_there = int(len(self) and steps[0] == self._keys["iteration"][-1])
+        self._keys["iteration"].frombytes(steps[is_there:].tobytes())
+        self._keys["epoch"].frombytes(columns.epochs[is_there:].astype(np.int64).tobytes())
+        for column in self._columns.values():
+            column.extend(array("d", [nan]) * (len(steps) - is_there))
         self._add_names(columns.names)
-        for key in _KEYS:
-            self._keys[key].frombytes(columns.column(key).astype(np.int64).tobytes())
-        for name, column in self._columns.items():
-            if name in columns.names:
-                column.frombytes(columns.column(name).tobytes())
-            else:
-                column.extend(array("d", [nan]) * len(columns.values))
+        for name in self._columns.keys() & columns.names:
+            self._columns[name][-len(steps) :] = array("d", columns.column(name).tobytes())
 
     def _add_names(self, names: Iterable[str]) -> None:
         """Begin a column for each new name, if there is room."""
@@ -76,24 +79,6 @@ class MetricSeries:
                     self._columns[name] = array("d", [nan]) * len(self)
                 else:
                     self.left_out.add(name)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row. Rows of later iterations are removed; a row of the same iteration is extended."""
-        iteration = count(row.get("iteration"))
-        if iteration is None:
-            self.refused += 1
-            return
-        if len(self) and iteration < self._keys["iteration"][-1]:
-            self._cut(iteration)
-        if not len(self) or iteration > self._keys["iteration"][-1]:
-            self._keys["iteration"].append(iteration)
-            self._keys["epoch"].append(count(row.get("epoch")) or 0)
-            for column in self._columns.values():
-                column.append(nan)
-        numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
-        self._add_names(numbers)
-        for name in numbers.keys() & self._columns.keys():
-            self._columns[name][-1] = _number(numbers[name])
 
     def _cut(self, iteration: int) -> None:
         keep = int(np.searchsorted(self.iterations, iteration))
@@ -122,13 +107,6 @@ class MetricSeries:
             return {}
         row: dict[str, float | int | None] = {key: column[-1] for key, column in self._keys.items()}
         return row | {name: nothing_for_nan(column[-1]) for name, column in self._columns.items()}
-
-
-def _number(value: float | None) -> float:
-    try:
-        return float(value) if value is not None and isfinite(value) else nan
-    except OverflowError:  # a whole number may be larger than each float
-        return nan
 
 
 def nothing_for_nan(value: float) -> float | None:

@@ -6,11 +6,11 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddp_loop.checkpoint import PROFILE_FILE
 from ddp_loop.distributed import RankFailed, launch
 from ddp_loop.profiling.recording import TRACED, WARM_UP
-from ddp_loop.profiling.times import Profile
 from ddp_loop.tracing import TraceRequest, last_output, run_requested
 
 TOO_SHORT = (
@@ -73,7 +73,7 @@ def profile(
                 "(profile SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since profile starts the "
                 f"ranks itself.\n{last_output(folder)}".rstrip()
             )
-        if not any(one.ranks for one in found):
+        if not any(one["ranks"] for one in found):
             raise CannotProfile(TOO_SHORT.format(warm_up=WARM_UP, script=script, on=on))
         if _traces_in(traces) - earlier:
             say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")
@@ -84,12 +84,12 @@ def profile(
             )
 
 
-def _show_profiles(folder: Path, say: Callable[[str], None]) -> list[Profile]:
+def _show_profiles(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Report the profile of each Loop, in their order, and return them."""
     paths = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
-    found = [Profile.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     for number, one in enumerate(found, 1):
-        say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *one.lines()]))
+        say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *one["lines"]]))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, aligned
 from ddp_loop.profiling.clock import COMMUNICATION, PHASES
 
 MOST_RANKS = 16  # in a table
@@ -109,14 +109,14 @@ class Profile:
     hints: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as JSON values, with the phases in order and the heading as text."""
-        return {"version": 1, "heading": self.heading(), "phases": list(PHASES), **asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Profile:
-        """Restore a profile from the values of `as_json`."""
-        ranks = tuple(RankTimes(**one) for one in values["ranks"])
-        return cls(Surroundings(**values["where"]), ranks, tuple(values["hints"]))
+        """The profile as JSON values, with the phases in order, and the heading and the lines as text."""
+        return {
+            "version": 1,
+            "heading": self.heading(),
+            "phases": list(PHASES),
+            "lines": self.lines(),
+            **asdict(self),
+        }
 
     def heading(self) -> str:
         """How many steps, where, and which ranks are missing, in words."""
@@ -142,12 +142,10 @@ class Profile:
             for one in _shown(self.ranks)
         ]
         rows.append(("share", "", *(percent(mean_of(self.ranks, phase) / step) for phase in PHASES)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        table = ["  ".join(one.rjust(width) for one, width in zip(row, widths, strict=True)) for row in rows]
         some = f", {MOST_RANKS} of them below" if len(self.ranks) > MOST_RANKS else ""
         return [
             f"Profile: {self.heading()}{some}. Milliseconds per step:",
-            *table,
+            *aligned(rows, str.rjust),
             *(f"* {hint}" for hint in self.hints),
         ]
 

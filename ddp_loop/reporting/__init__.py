@@ -9,6 +9,7 @@ from ddp_loop.reporting.jsonl import (
     append_whole,
     columns_of,
     count,
+    is_at_an_iteration,
     object_of,
 )
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
@@ -103,6 +104,7 @@ __all__ = [
     "export",
     "find_runs",
     "has_workers",
+    "is_at_an_iteration",
     "is_averaged",
     "is_lower_better",
     "is_sweep",

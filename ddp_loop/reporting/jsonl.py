@@ -12,13 +12,13 @@ import os
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from io import FileIO
 from itertools import chain, groupby, pairwise
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -44,9 +44,7 @@ from ddp_loop.distributed import listed
 CHUNK = 1 << 20  # bytes that are read at once, and the longest line
 SEEN = 256  # bytes before the position that are compared
 MOST_STEPS = 10**12
-_FEW = 8  # rows, for which columns do not pay
 _NUMBERS = frozenset({float, int, type(None)})
-_WHOLE = float(1 << 63)  # whole numbers below it fit a float well
 MOST_LINES = 100_000  # that wait in memory, some 20 MB; beyond that the oldest are dropped
 _MOST_GAPS = 4  # that a message lists
 Row = Mapping[str, Any]
@@ -209,55 +207,44 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Successive rows with the same names and nothing but numbers.
+    """Successive rows with the same names.
 
     Attributes:
-        names: of the columns, in order; "iteration" and "epoch" among them.
-        values: shape (rows, columns); NaN for what is not finite.
+        names: of the columns, in order; "iteration" among them.
+        values: shape (rows, columns); NaN for what is no finite number.
     """
 
     names: tuple[str, ...]
     values: npt.NDArray[np.float64]
 
-    def column(self, name: str) -> npt.NDArray[np.float64]:
-        """A column, shape (rows,)."""
-        return self.values[:, self.names.index(name)]
+    def column(self, name: str, missing: float = nan) -> npt.NDArray[np.float64]:
+        """A column, shape (rows,); `missing` in each row if there is none."""
+        return self.values[:, self.names.index(name)] if name in self.names else np.full(len(self.values), missing)
+
+    @property
+    def epochs(self) -> npt.NDArray[np.float64]:
+        """The epochs, shape (rows,); 0 for a row without one."""
+        found = self.column("epoch", missing=0.0)
+        return np.where((found >= 0) & (found <= MOST_STEPS) & (found % 1 == 0), found, 0.0)
 
 
-def columns_of(rows: Sequence[Row]) -> Iterator[tuple[list[Row], Columns | None]]:
-    """Split rows, in their order, into parts with the same names, each with its columns, several times as fast to use.
+def columns_of(rows: Iterable[Row]) -> Iterator[Columns]:
+    """Split rows with an iteration, in their order, into parts with the same names. Other values than numbers go."""
+    for names, same in groupby(map(_numbers_in, rows), tuple):
+        cells = list(chain.from_iterable(row.values() for row in same))
+        try:
+            values = np.array(cells, dtype=np.float64)  # None becomes NaN
+        except OverflowError:  # a whole number may be larger than each float
+            small = [nan if type(one) is int and not is_number(one) else one for one in cells]
+            values = np.array(small, dtype=np.float64)
+        values[np.isinf(values)] = nan
+        yield Columns(names, values.reshape(-1, len(names)))
 
-    A part with anything but numbers has None in their place. The iterations of columns rise, and are whole numbers, as
-    the epochs are.
 
-    Args:
-        rows: parsed lines of a file.
-    """
-    for _, same in groupby(rows, tuple):
-        part = list(same)
-        yield part, _columns(part)
-
-
-def _columns(rows: list[Row]) -> Columns | None:
-    names = tuple(rows[0])
-    if len(rows) < _FEW or "iteration" not in names or "epoch" not in names:
-        return None
-    for key in ("iteration", "epoch"):
-        if set(map(type, (row[key] for row in rows))) != {int}:
-            return None
-    cells = list(chain.from_iterable(row.values() for row in rows))
-    if not _NUMBERS.issuperset(map(type, cells)):
-        return None
-    try:
-        values = np.array(cells, dtype=np.float64).reshape(len(rows), len(names))  # None becomes NaN
-    except OverflowError:
-        return None
-    found = Columns(names, values)
-    steps = found.column("iteration")
-    epochs = found.column("epoch")
-    is_good = steps[0] >= 0 and steps[-1] <= MOST_STEPS and (np.diff(steps) > 0).all()
-    is_good = is_good and epochs.min() >= 0 and epochs.max() <= MOST_STEPS
-    return found if is_good and not (np.abs(values) >= _WHOLE).any() else None
+def _numbers_in(row: Row) -> Row:
+    if _NUMBERS.issuperset(map(type, row.values())):
+        return row
+    return {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
 
 
 # -- writing ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -361,14 +361,12 @@ class _Values:
         self.epoch = count(last.get("epoch"))
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
-        for part, columns in columns_of(rows):
-            for name in self._values_in(tuple(part[0])):
-                table = _numbers_of(name, part, columns)
-                if len(table):
-                    lower = is_lower(name)
-                    self._take_values(name, table[:, 1], table[:, 3], lower)
-                    if self._has_means:
-                        self._means.setdefault(name, _EpochMean(lower, adds_up=name in self.sums)).take(table)
+        for columns in columns_of(rows):
+            for name in self._values_in(columns.names):
+                lower = is_lower(name)
+                self._take_values(name, columns.column("iteration"), columns.column(name), lower)
+                if self._has_means:
+                    self._means.setdefault(name, _EpochMean(lower, adds_up=name in self.sums)).take(name, columns)
 
     def _take_values(self, name: str, steps: Values, values: Values, lower: bool) -> None:
         """Take a value's rows; of several in a step, as of two evaluations, the last one counts."""
@@ -403,52 +401,31 @@ class _EpochMean:
         self._before: ValueSummary | None = None
         self.summary: ValueSummary | None = None
 
-    def take(self, rows: Values) -> None:
-        """Take rows, shape (rows, 5), of `_numbers_of`."""
-        cuts = np.flatnonzero(np.diff(rows[:, 0])) + 1
-        for start, end in pairwise([0, *cuts.tolist(), len(rows)]):
-            epoch, step = rows[end - 1, :2]
-            if epoch != self._epoch:
-                self._epoch = float(epoch)
+    def take(self, name: str, columns: Columns) -> None:
+        """Take the rows of the value."""
+        values = columns.column(name)
+        weights = columns.column(weighing_columns(columns.names).get(name, "samples"), missing=1.0)
+        counts = columns.column("skipped", missing=0.0) != 1
+        steps = columns.column("iteration")
+        epochs = columns.epochs
+        cuts = np.flatnonzero(np.diff(epochs)) + 1
+        for start, end in pairwise([0, *cuts.tolist(), len(epochs)]):
+            if epochs[start] != self._epoch:
+                self._epoch = float(epochs[start])
                 self._sum = self._weight = 0.0
                 self._rows = 0
                 self._before = self.summary
-            part = rows[start:end]
-            counted = part[part[:, 4] != 1]
+            counted = np.flatnonzero(counts[start:end]) + start
             self._rows += len(counted)
             if not self._rows:
                 continue
             with np.errstate(over="ignore", invalid="ignore"):  # such a mean is not finite
-                self._sum += float(counted[:, 3].sum() if self._adds_up else counted[:, 2] @ counted[:, 3])
-                self._weight = 1.0 if self._adds_up else self._weight + float(counted[:, 2].sum())
+                total = values[counted].sum() if self._adds_up else weights[counted] @ values[counted]
+                self._sum += float(total)
+                self._weight = 1.0 if self._adds_up else self._weight + float(weights[counted].sum())
             mean = self._sum / self._weight if self._weight else math.nan
             newest = np.array([mean if math.isfinite(mean) else math.nan])
-            self.summary = _summary(np.array([step]), newest, self._lower, self._before)
-
-
-def _numbers_of(name: str, part: Sequence[Mapping[str, Any]], columns: Columns | None) -> Values:
-    """The epoch, the step, the weight, the value of rows, and 1 for a skipped step, shape (rows, 5).
-
-    A value that is not finite is NaN, and a row whose value is no number is left out.
-    """
-    by = weighing_columns(tuple(part[0])).get(name, "samples")
-    if columns is not None:
-        weights = columns.column(by) if by in columns.names else np.ones(len(part))
-        skipped = columns.column("skipped") if "skipped" in columns.names else np.zeros(len(part))
-        found = [columns.column("epoch"), columns.column("iteration"), weights, columns.column(name), skipped]
-        return np.stack(found, axis=1)
-    cells = [
-        (
-            count(row.get("epoch")) or 0,
-            row["iteration"],
-            float(weight) if is_number(weight := row.get(by, 1.0)) else 0.0,
-            _finite(row[name]),
-            bool(row.get("skipped")),
-        )
-        for row in part
-        if row[name] is None or is_number(row[name])
-    ]
-    return np.array(cells, dtype=np.float64).reshape(len(cells), 5)  # None becomes NaN
+            self.summary = _summary(steps[end - 1 : end], newest, self._lower, self._before)
 
 
 def checkpoints_of(folder: Path) -> list[CheckpointInfo]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import best_of, check_output, read_json
+from ddp_loop.distributed import aligned
 from ddp_loop.reporting.run_records import RunRecord, checkpoints_of, find_runs, is_lower_better, read_run, shown_name
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 from ddp_loop.reporting.throughput import as_clock
@@ -513,8 +514,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
         "folder": str(record.folder),
         "checkpoint": _checkpoint_of(record.folder, at),
     }
-    width = max(map(len, facts))
-    say("\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items()))
+    say("\n".join(aligned([*facts.items()])))
     return True
 
 

@@ -16,7 +16,7 @@ def series_of(*lines: tuple[int, int | None, float | None]) -> MetricSeries:
     """Lines of step, epoch and elapsed seconds."""
     series = MetricSeries()
     for step, epoch, seconds in lines:
-        series.add({"iteration": step, "epoch": epoch, "elapsed_s": seconds, "loss": 1.0})
+        series.extend([{"iteration": step, "epoch": epoch, "elapsed_s": seconds, "loss": 1.0}])
     return series
 
 
@@ -58,7 +58,7 @@ def test_lines_without_epochs_or_times_have_places_too() -> None:
             np.testing.assert_allclose(found, epochs, atol=1e-5)
         assert places_on("time", rows, rows, None).tolist() == seconds
     timeless = MetricSeries()
-    timeless.add({"iteration": 3, "loss": 1.0})
+    timeless.extend([{"iteration": 3, "loss": 1.0}])
     assert places_on("time", timeless, timeless, None).tolist() == [0]
 
 

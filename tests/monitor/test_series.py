@@ -90,7 +90,7 @@ def test_a_line_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path:
 def columns_of(*rows: Mapping[str, object]) -> MetricSeries:
     columns = MetricSeries()
     for one in rows:
-        columns.add(one)
+        columns.extend([one])
     return columns
 
 
@@ -98,7 +98,7 @@ def test_values_that_are_not_finite_are_missing_and_a_column_may_begin_late() ->
     columns = columns_of(
         {"iteration": 1, "epoch": 1, "loss": 2.5, "word": "x", "list": [1]},
         {"iteration": 2, "epoch": "one", "loss": None, "right": True, "huge": 10**400},
-        {"iteration": 3, "loss": float("inf"), "late": 7},
+        {"iteration": 3, "epoch": -1, "loss": float("inf"), "late": 7},
     )
     assert columns.names == ["loss", "right", "huge", "late"]
     assert columns.iterations.tolist() == [1, 2, 3]
@@ -111,10 +111,10 @@ def test_values_that_are_not_finite_are_missing_and_a_column_may_begin_late() ->
 
 def test_a_row_of_an_earlier_iteration_replaces_those_after_it_and_one_of_the_same_is_added_to_it() -> None:
     columns = columns_of(*[{"iteration": k, "loss": k} for k in (1, 2, 3, 4)], {"iteration": 3, "loss": 30})
-    columns.add({"iteration": 3, "accuracy": 0.5})
+    columns.extend([{"iteration": 3, "accuracy": 0.5}])
     assert columns.iterations.tolist() == [1, 2, 3]
     assert columns.last() == {"iteration": 3, "epoch": 0, "loss": 30.0, "accuracy": 0.5}
-    columns.add({"iteration": 2, "epoch": 1, "accuracy": 0.25})
+    columns.extend([{"iteration": 2, "epoch": 1, "accuracy": 0.25}])
     assert columns.last() == {"iteration": 2, "epoch": 1, "loss": None, "accuracy": 0.25}  # nothing of the earlier one
 
 

@@ -19,7 +19,8 @@ from ddp_loop.monitor.app import TOKEN_HEADER, MonitorApp
 from ddp_loop.monitor.server import HERE, listen, make_server, names_of
 
 TOKEN = "a-token-of-the-tests"
-COMMAND = {"command": ["lab/train.py", "--run", "runs/the one"], "directory": "/home/me"}
+START = ["torchrun", "--nproc_per_node=2", "lab/train.py", "--run", "runs/the one"]
+COMMAND = {"start": START, "directory": "/home/me"}
 WAIT_S = 60.0  # for what takes a moment
 
 
