@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import math
+import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -295,7 +296,7 @@ def _from_parameters(
     if type(trials) is not int or trials < 1:
         raise ValueError(f"trials must be the number of trials to draw, 1 or more. Got {trials!r}.")
     if sampler == "random":
-        draws = [_draw(distributions, make_sampler(sampler, seed, number)) for number in range(trials)]
+        draws = [_draw(distributions, random.Random(stream_key(seed, number))) for number in range(trials)]
         return Space(draws, trials, distributions, "random", facts)
     kind = sampler if isinstance(sampler, str) else f"{OBJECT}{type(sampler).__name__}"
     return Space(None, trials, distributions, kind, facts)
@@ -369,9 +370,26 @@ def _described(distribution: BaseDistribution) -> object:
     return {name: getattr(distribution, name) for name in _RANGE}
 
 
-def _draw(distributions: dict[str, BaseDistribution], sampler: BaseSampler) -> Point:
-    """A point of a sampler that no other trial influences."""
-    import optuna
+def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random) -> Point:
+    """A point that depends on the state of `numbers` alone."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
 
-    with silent():
-        return optuna.create_study(sampler=sampler).ask(distributions).params
+    point: Point = {}
+    for name, distribution in distributions.items():
+        if isinstance(distribution, CategoricalDistribution):
+            point[name] = numbers.choice(distribution.choices)
+            continue
+        whole = isinstance(distribution, IntDistribution)
+        low = distribution.low  # type: ignore[attr-defined]
+        high = distribution.high  # type: ignore[attr-defined]
+        step = distribution.step  # type: ignore[attr-defined]
+        if distribution.log:  # type: ignore[attr-defined]
+            edge = 0.5 if whole else 0.0
+            value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))
+            point[name] = min(high, max(low, round(value) if whole else value))
+        elif step is not None:
+            # the sum is rounded, and the last one may be above `high`, which Optuna refuses
+            point[name] = min(high, low + step * numbers.randint(0, round((high - low) / step)))
+        else:
+            point[name] = numbers.uniform(low, high)
+    return point
