@@ -58,7 +58,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import HostCopy, accelerator_of, is_asynchronous
+from ddp_loop.determinism import checksum_all
 from ddp_loop.distributed import as_real, fill_identity, merge
 from ddp_loop.training.buckets import (
     Bucketing,
@@ -396,6 +397,9 @@ class GradientPass:
         number: counted from 1.
         looks: whether it looks for parameters outside of the state.
         versions: of the parameters, when it opened.
+        sums: of the parameters' bits after the rank's first shard, where it has several and the pass looks.
+        moved: for each parameter whether the second shard changed them, on its way to a GPU's host.
+        written: a parameter whose bits it changed, by name; on a GPU in the pass before.
         buckets: the planned ones, and the others.
         next: the first of them whose sum has not started.
         shards: finished in it.
@@ -410,6 +414,9 @@ class GradientPass:
     number: int = 0
     looks: bool = False
     versions: list[int] = field(default_factory=list)
+    sums: torch.Tensor | None = None
+    moved: HostCopy | None = None
+    written: str | None = None
     buckets: list[Bucket] = field(default_factory=list)
     next: int = 0
     shards: int = 0
@@ -649,7 +656,8 @@ class Gradients:
             self._requires_grad = requires_grad
             self.unplanned.wanting = wanting = list(compress(self._names, requires_grad))
             self.trainable = tuple(f"{self._names[parameter]} {tuple(parameter.shape)}" for parameter in wanting)
-        self.current = GradientPass(number, looks, list(map(_VERSION, self._names)))
+        written = None if former.moved is None else self._first_moved(former.moved)
+        self.current = GradientPass(number, looks, list(map(_VERSION, self._names)), written=written)
         set_grads(self._names, repeat(None))
         if not self.buckets:
             self.plan()
@@ -1009,10 +1017,28 @@ class Gradients:
         for flat in self.current.folded:
             flat.masked_fill_(torch.as_tensor(where, device=flat.device), torch.nan)
 
+    def look_at_values(self) -> None:
+        """Find a parameter that the rank's second shard wrote, in a pass that looks; on a GPU for the next fold.
+
+        Writes through `.data` have no new version. They count shards, as in a momentum encoder that its forward moves.
+        One that leaves a written parameter as it is, such as a bound for its norm, has its plain meaning.
+        """
+        current = self.current
+        if len(self.bucketing.order.mine) < 2:
+            return
+        sums = checksum_all(list(map(torch.Tensor.detach, self._names)))
+        if current.sums is not None:
+            current.moved = HostCopy(sums != current.sums)
+            current.written = None if is_asynchronous(sums) else self._first_moved(current.moved)
+        current.sums = sums
+
+    def _first_moved(self, moved: HostCopy) -> str | None:
+        return next(compress(self._names.values(), moved.wait().tolist()), None)
+
     def changed_since_opened(self) -> str | None:
         """A parameter that was written since the pass opened, by name; None without one."""
         changed = map(ne, map(_VERSION, self._names), self.current.versions)
-        return next(compress(self._names.values(), changed), None)
+        return next(compress(self._names.values(), changed), self.current.written)
 
     def named(self) -> dict[str, torch.Tensor]:
         """The gradients as they are now, by parameter name, without those that are None."""

@@ -932,6 +932,8 @@ class Fold:
             record: of the shard.
         """
         self._statistics.stop()
+        if self.gradients.current.looks and len(self.current.records) <= 2:
+            self.gradients.look_at_values()
         if self._buffers.found:
             is_done = record.done or record.held
             record.changed_buffers = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
@@ -1183,7 +1185,8 @@ class Fold:
         if problem is None and (name := gradients.changed_since_opened()) is not None:
             problem = RuntimeError(
                 f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
-                "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
+                "between, perhaps by an Embedding with max_norm, an optimizer's step, or a forward through .data. "
+                "Write it after step.fold()."
             )
         if self._rows is None:
             local_layout, differing = find_layout()
