@@ -24,6 +24,7 @@ from ddp_loop.checkpoint.storage import MANIFEST, STATE, TENSORS
 from ddp_loop.reporting.run_table import records_below
 from tests.faults.flip_bits import cut, flip_checkpoints, flipped
 from tests.support.harness import OnRanks
+from tests.support.training import mean, take
 
 FILES = (TENSORS, STATE, MANIFEST)
 
@@ -298,9 +299,7 @@ def train(run: Path, epochs: int, scores: dict[int, float]) -> int:
         resumed = loop.iteration
         for epoch in loop.epochs():
             for step in epoch:
-                for rows in step:
-                    step.backward(model(rows).mean())
-                step.fold()
+                take(step, model, mean)
                 with torch.no_grad():
                     model.bias.add_(1.0)
             if epoch.number in scores:

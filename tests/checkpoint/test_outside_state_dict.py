@@ -15,6 +15,7 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
+from tests.support.training import mean_square, take
 
 STEPS = 6
 FROZEN_AT = 3
@@ -52,9 +53,7 @@ def ends_of(model: nn.Module, folder: str, stop_at: int, change: Change) -> list
         batches = dl.Batches(ROWS, 4, world, shards=2)
         loop = dl.Loop(batches, steps=STEPS, state={"model": model, "sgd": sgd}, run_dir=folder, progress=False)
         for step in loop:
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
+            take(step, model, mean_square)
             sgd.step()
             change(step.iteration)
             if step.iteration == stop_at:
@@ -143,9 +142,7 @@ def counts_by_epoch(folder: str, stop_at: int) -> tuple[dict[str, Any], list[str
         loop = dl.Loop(dl.Batches(ROWS, 6, world), 3, state=state, run_dir=folder, progress=False)
         for epoch in loop.epochs():
             for step in epoch:
-                for rows in step:
-                    step.backward(model(rows).square().mean())
-                step.fold()
+                take(step, model, mean_square)
                 sgd.step()
                 seen["rates"][epoch.number].append(sgd.param_groups[0]["lr"])
                 if step.iteration == stop_at:

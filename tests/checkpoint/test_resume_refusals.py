@@ -16,8 +16,9 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import RunFolder, is_running
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks, caught, in_world
-from tests.support.refusals import Refused, loop_over, loss_of, network, on_this_rank
+from tests.support.refusals import Refused, loop_over, network, on_this_rank
 from tests.support.resuming import train
+from tests.support.training import take
 
 
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
@@ -79,9 +80,7 @@ def test_a_forked_process_holds_no_lock(on_ranks: OnRanks, tmp_path: Path) -> No
 def begin(world: dl.World, folder: str) -> None:
     model = network()
     for step in loop_over(world, folder, model):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
 
 
 def wide() -> nn.Module:
@@ -130,9 +129,7 @@ def begin_in_order(world: dl.World, folder: str, reverse: bool) -> None:
     model = network()
     adam = torch.optim.Adam([{"params": sorted(model.parameters(), key=torch.Tensor.numel, reverse=reverse)}])
     for step in loop_over(world, folder, model, adam, steps=1):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         adam.step()
 
 
@@ -159,9 +156,7 @@ def unfreeze(world: dl.World, folder: str, late: bool, steps: int = 4) -> Tensor
             model[0].requires_grad_(True)
             if late:
                 adam.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         adam.step()
     return values_of(model)
 

@@ -14,6 +14,7 @@ from ddp_loop.distributed.replica_check import _describe_settings, _take, named_
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
+from tests.support.training import take
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -109,9 +110,7 @@ def test_a_rank_with_other_tensors_is_named(refused: Refused) -> None:
 def forget(world: dl.World, folder: str) -> None:
     model, state = job()
     for step in dl.Loop(dl.Batches(samples(12), 6, world), 1, state=state, progress=False, check_replicas_every=1):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         state["optimizer"].step()
         if world.rank == 0:
             state["optimizer"].state.clear()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from tests.support.training import mean_square, take
 
 State = dict[str, torch.Tensor]
 NAMES = [f"step-{iteration:08d}" for iteration in (3, 6, 9, 12)]  # the checkpoints of `train_run`, one for each epoch
@@ -48,9 +49,7 @@ def train_run(
         loop = dl.Loop(data, epochs, state=state, run_dir=folder, progress=False, keep_last=keep_last, **keywords)
         for epoch in loop.epochs():
             for step in epoch:
-                for some in step:
-                    step.backward(model(some).square().mean())
-                step.fold()
+                take(step, model, mean_square)
                 optimizer.step()
             kept.append({name: one.clone() for name, one in model.state_dict().items()})
             if scores:
