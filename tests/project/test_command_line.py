@@ -15,8 +15,7 @@ import pytest
 import ddp_loop as dl
 from ddp_loop.cli import EXAMPLES, _parser, main
 from ddp_loop.distributed import describe_devices
-
-START_S = 60.0  # importing torch takes 2 s on an idle core
+from tests.support.scripts import run
 
 
 @pytest.mark.covers("C1")
@@ -179,8 +178,5 @@ def test_the_console_script_is_named_in_its_help(
 
 @pytest.mark.slow
 def test_the_exit_code_of_a_command_is_that_of_its_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_loop", "checkpoints", str(tmp_path / "none")],
-        capture_output=True, text=True, timeout=START_S, check=False,
-    )  # fmt: skip
+    done = run("-m", "ddp_loop", "checkpoints", str(tmp_path / "none"))
     assert (done.returncode, main(["checkpoints", str(tmp_path / "none")])) == (2, 2)
