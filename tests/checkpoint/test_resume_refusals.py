@@ -18,7 +18,7 @@ from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks, caught, in_world
 from tests.support.refusals import Refused, loop_over, network, on_this_rank
 from tests.support.resuming import train
-from tests.support.training import take
+from tests.support.training import take, train_in
 
 
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
@@ -78,9 +78,7 @@ def test_a_forked_process_holds_no_lock(on_ranks: OnRanks, tmp_path: Path) -> No
 
 
 def begin(world: dl.World, folder: str) -> None:
-    model = network()
-    for step in loop_over(world, folder, model):
-        take(step, model)
+    train_in(world, network(), run_dir=folder)
 
 
 def wide() -> nn.Module:
@@ -128,9 +126,7 @@ def begin_in_order(world: dl.World, folder: str, reverse: bool) -> None:
     """With an optimizer of all parameters, in either order; two of them have the same shape."""
     model = network()
     adam = torch.optim.Adam([{"params": sorted(model.parameters(), key=torch.Tensor.numel, reverse=reverse)}])
-    for step in loop_over(world, folder, model, adam, steps=1):
-        take(step, model)
-        adam.step()
+    train_in(world, model, optimizer=adam, run_dir=folder, steps=1)
 
 
 def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ranks(
@@ -138,7 +134,7 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ran
 ) -> None:
     on_ranks(1, on_this_rank, begin_in_order, str(tmp_path / "run"), (False,))
     said = (
-        r"belongs to its parameters by their order\. In state\['other 0'\] number 1 is model\.0\.weight, in the "
+        r"belongs to its parameters by their order\. In state\['optimizer'\] number 1 is model\.0\.weight, in the "
         r"checkpoint model\.2\.bias\. Give it its parameters in the same order \(a set"
     )
     refused(3, begin_in_order, True, kind="ValueError", said=said)

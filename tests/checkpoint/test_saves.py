@@ -110,13 +110,13 @@ def save_wrongly(world: dl.World, folder: str, fault: str) -> None:
 
 def fail_after_a_fold(folder: str) -> None:
     """Rank 1 fails between a fold and the checkpoint of that step."""
+
+    def fail(step: dl.Step) -> None:
+        if step.iteration == 3 and world.rank == 1:
+            raise ZeroDivisionError
+
     with dl.join_world() as world:
-        model = network()
-        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
-        for step in dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, save_every=1):
-            take(step, model)
-            if step.iteration == 3 and world.rank == 1:
-                raise ZeroDivisionError
+        make_steps(loop_over(world, folder, model := network(), save_every=1), model, fail)
 
 
 def printed_after(failure: Callable[[str], None], folder: str) -> str:

@@ -96,11 +96,6 @@ def test_a_late_error_comes_at_the_end_of_the_epoch_at_the_latest(refused: Refus
     refused(3, train, FLIPPED[0][0], [1], STEPS, kind="ReplicaMismatch", said=text, by=ALL)
 
 
-def test_of_two_ranks_both_are_named(refused: Refused) -> None:
-    text = "step 6, rank 0 and rank 1 of 2 differ from each other in buffer model.0.level"
-    refused(2, train, FLIPPED[1][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
-
-
 def test_a_rank_with_other_tensors_is_named(refused: Refused) -> None:
     text = "rank 0 of 3 differs from the others: optimizer, step of model.* is on ranks 1, 2 alone"
     # At step 7 Adam has its state again, so it is looked at in the fold after the clearing.

@@ -29,6 +29,7 @@ from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, network
 from tests.support.runs import go_by_epochs, lines_of, status_of
+from tests.support.training import take
 from tests.support.training import train as plain_training
 
 ROWS, EVALUATIONS, RANKS = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl"
@@ -335,10 +336,8 @@ def test_the_norm_is_right_in_the_step_in_which_parameters_are_unfrozen(on_ranks
 
 def take_name(name: str) -> None:
     with dl.join_world() as world:
-        model = nn.Linear(1, 1)
-        for step in dl.Loop(dl.Batches(torch.ones(4, 1), 4, world), 1, state={"model": model}, progress=False):
-            for rows in step:
-                step.backward(model(rows).mean(), **{name: 1.0})  # type: ignore[arg-type]
+        for step in loop_over(world, None, model := network()):
+            take(step, model, **{name: 1.0})  # type: ignore[arg-type]
 
 
 def test_a_metric_cannot_have_a_name_of_the_rows_own() -> None:
