@@ -8,8 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tre
 from ddp_loop.checkpoint.storage import MANIFEST, TENSORS, CorruptCheckpoint
 from ddp_loop.cli import list_checkpoints
 from tests.faults import kill_while_saving
-from tests.support.paths import ROOT
+from tests.support import scripts
 from tests.support.serving import write_run
 
 
@@ -256,7 +254,6 @@ def test_a_folder_of_runs_is_named_with_some_of_them(below: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save_loses_nothing() -> None:
-    command = [sys.executable, "-m", kill_while_saving.__name__, "--times", "10", "--mib", "1", "--without-control"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = scripts.run("-m", kill_while_saving.__name__, "--times", "10", "--mib", "1", "--without-control")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| checkpoints | 10 | 0 | 0 |" in done.stdout

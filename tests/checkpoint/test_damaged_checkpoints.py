@@ -24,6 +24,7 @@ from ddp_loop.checkpoint.storage import MANIFEST, STATE, TENSORS
 from ddp_loop.reporting.run_table import records_below
 from tests.faults.flip_bits import cut, flip_checkpoints, flipped
 from tests.support.harness import OnRanks
+from tests.support.runs import go_by_epochs
 
 FILES = (TENSORS, STATE, MANIFEST)
 
@@ -293,18 +294,16 @@ def train(run: Path, epochs: int, scores: dict[int, float]) -> int:
     """Train one step an epoch, save with these scores, and return the step after which the run resumed."""
     with dl.join_world(device="cpu") as world:
         model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(torch.ones(4, 2), 4, world)
         loop = dl.Loop(batches, epochs, state={"model": model}, run_dir=run, keep_last=2, progress=False)
         resumed = loop.iteration
-        for epoch in loop.epochs():
-            for step in epoch:
-                for rows in step:
-                    step.backward(model(rows).mean())
-                step.fold()
-                with torch.no_grad():
-                    model.bias.add_(1.0)
-            if epoch.number in scores:
-                loop.save(scores[epoch.number])
+
+        def save() -> None:
+            if loop.iteration in scores:
+                loop.save(scores[loop.iteration])
+
+        go_by_epochs(loop, model, optimizer, after_epoch=save)
     return resumed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import stat
 from pathlib import Path
 from unittest import mock
@@ -123,18 +122,14 @@ def test_a_damaged_checkpoint_is_one_line_and_the_one_before_it_is_exported(
 
 
 def test_what_cannot_be_exported_is_one_line(run: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(run, run.with_name("empty"), ignore=shutil.ignore_patterns("checkpoints"))
-    for folder, part, said in (
+    for part, said in (
         (
-            "run",
             "net",
-            "has no part 'net'. Its state has model, optimizer, schedule, notes. Name one of these, as part= or --",
+            "has no part 'net'. Its state has model, optimizer, schedule, notes. Name one of these, as part=",
         ),
-        ("run", "optimizer", "has other values too: param_groups. Read it with ddp_loop.load(RUN, 'optimizer'), or"),
-        ("empty", "model", "empty has no checkpoint. The run saves one"),
-        ("none", "model", "none is not a folder. Pass"),
+        ("optimizer", "has other values too: param_groups. Read it with ddp_loop.load(RUN, 'optimizer'), or"),
     ):
-        assert main(["export", str(run.with_name(folder)), "-o", str(file), "--part", part]) == 2
+        assert main(["export", str(run), "-o", str(file), "--part", part]) == 2
         printed = capsys.readouterr()
         assert said in printed.err
         assert (printed.out, printed.err.count("\n")) == ("", 1)

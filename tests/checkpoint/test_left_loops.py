@@ -16,6 +16,7 @@ from ddp_loop.checkpoint import is_running
 from tests.support.harness import OnRanks, caught
 from tests.support.refusals import loop_over, loss_of, network
 from tests.support.runs import ROWS, checkpoints_of, lines_of, rows_of, status_of
+from tests.support.training import take
 
 pytestmark = pytest.mark.covers("E5")
 
@@ -26,9 +27,7 @@ class Interrupted(Exception):
 
 def make(step: dl.Step, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Make a step, and return its number."""
-    for rows in step:
-        step.backward(loss_of(model, rows))
-    step.fold()
+    take(step, model)
     if optimizer is not None:
         optimizer.step()
     return step.iteration

@@ -19,7 +19,7 @@ from ddp_loop.checkpoint import Checkpointer, CheckpointStore, run_id_of
 from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
-from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
+from tests.support.runs import checkpoints_of, endless, rows_of, status_of
 from tests.support.trained_runs import flip_tensors
 
 # torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
@@ -160,14 +160,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     said = capsys.readouterr().out
     assert f"{damaged}/tensors.safetensors" in said
     assert "The one before it is used" in said
-
-
-def test_rows_after_the_checkpoint_and_half_lines_are_taken_out(tmp_path: Path) -> None:
-    train(str(tmp_path), 4)
-    with (tmp_path / ROWS).open("a") as file:  # what a killed process leaves
-        file.write('{"epoch": 1, "iteration": 5, "samples": 24, "loss": 1.0, "elapsed_s": 1.0}\n{"epoch": 2, "it')
-    assert train(str(tmp_path)).made == [5, 6, 7, 8, 9, 10]
-    assert rows_of(tmp_path) == list(range(1, 11))
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import RunFolder, is_running
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks, caught, in_world
-from tests.support.refusals import Refused, loop_over, loss_of, network, on_this_rank
+from tests.support.refusals import Refused, loop_over, network, on_this_rank
 from tests.support.resuming import train
+from tests.support.training import take, train_in
 
 
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
@@ -77,11 +78,7 @@ def test_a_forked_process_holds_no_lock(on_ranks: OnRanks, tmp_path: Path) -> No
 
 
 def begin(world: dl.World, folder: str) -> None:
-    model = network()
-    for step in loop_over(world, folder, model):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+    train_in(world, network(), run_dir=folder)
 
 
 def wide() -> nn.Module:
@@ -129,11 +126,7 @@ def begin_in_order(world: dl.World, folder: str, reverse: bool) -> None:
     """With an optimizer of all parameters, in either order; two of them have the same shape."""
     model = network()
     adam = torch.optim.Adam([{"params": sorted(model.parameters(), key=torch.Tensor.numel, reverse=reverse)}])
-    for step in loop_over(world, folder, model, adam, steps=1):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
-        adam.step()
+    train_in(world, model, optimizer=adam, run_dir=folder, steps=1)
 
 
 def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ranks(
@@ -141,7 +134,7 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ran
 ) -> None:
     on_ranks(1, on_this_rank, begin_in_order, str(tmp_path / "run"), (False,))
     said = (
-        r"belongs to its parameters by their order\. In state\['other 0'\] number 1 is model\.0\.weight, in the "
+        r"belongs to its parameters by their order\. In state\['optimizer'\] number 1 is model\.0\.weight, in the "
         r"checkpoint model\.2\.bias\. Give it its parameters in the same order \(a set"
     )
     refused(3, begin_in_order, True, kind="ValueError", said=said)
@@ -159,9 +152,7 @@ def unfreeze(world: dl.World, folder: str, late: bool, steps: int = 4) -> Tensor
             model[0].requires_grad_(True)
             if late:
                 adam.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         adam.step()
     return values_of(model)
 

@@ -14,8 +14,9 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks, caught
-from tests.support.refusals import loop_over, loss_of, network
+from tests.support.refusals import loop_over, network
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, rows_of
+from tests.support.training import take
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -184,9 +185,7 @@ def two_loops(folder: str) -> list[list[int]]:
             model = network()
             made.append([])
             for step in loop_over(world, f"{folder}/{name}", model, save_every=1):
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
+                take(step, model)
                 made[-1].append(step.iteration)
         return made
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
+from tests.support.training import mean_square, take
 
 EPOCHS, STEPS = 3, 3
 ROWS = torch.arange(48.0, dtype=torch.float64).reshape(12, 4) / 48
@@ -191,9 +192,7 @@ def restore_by_hand(first: int) -> list[float]:
         def make_steps(loop: dl.Loop, last: int) -> None:
             for step in loop:
                 drawn.append(float(torch.rand(())))
-                for rows in step:
-                    step.backward(model(rows).square().mean())
-                step.fold()
+                take(step, model, mean_square)
                 if step.iteration == last:
                     break
 

@@ -22,6 +22,7 @@ from tests.support.harness import FAULT_S, OnRanks, caught, until
 from tests.support.memory import living_tensors, only_new_objects
 from tests.support.refusals import Refused, loop_over, loss_of, network, on_this_rank
 from tests.support.runs import checkpoints_of
+from tests.support.training import mean, take
 
 WIDTH = 1009  # a size that no other tensor has
 
@@ -42,9 +43,7 @@ def steps_and_copies(folder: Path, kept_bytes: int = staging.KEPT_BYTES, **optio
         counted = []
         for epoch in loop.epochs():
             for step in epoch:
-                for rows in step:
-                    step.backward(model(rows).mean())
-                step.fold()
+                take(step, model, mean)
                 model.zero_grad()
                 checkpointer.wait()
                 counted.append(copies())
@@ -79,9 +78,7 @@ def make_steps(loop: dl.Loop, model: nn.Module, then: Callable[[dl.Step], object
     """Make all steps, with a call after each."""
     for epoch in loop.epochs():
         for step in epoch:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             then(step)
 
 
@@ -113,15 +110,13 @@ def save_wrongly(world: dl.World, folder: str, fault: str) -> None:
 
 def fail_after_a_fold(folder: str) -> None:
     """Rank 1 fails between a fold and the checkpoint of that step."""
+
+    def fail(step: dl.Step) -> None:
+        if step.iteration == 3 and world.rank == 1:
+            raise ZeroDivisionError
+
     with dl.join_world() as world:
-        model = network()
-        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
-        for step in dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, save_every=1):
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            if step.iteration == 3 and world.rank == 1:
-                raise ZeroDivisionError
+        make_steps(loop_over(world, folder, model := network(), save_every=1), model, fail)
 
 
 def printed_after(failure: Callable[[str], None], folder: str) -> str:

@@ -18,7 +18,8 @@ from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_
 from ddp_loop.monitor.continuing import command_of
 from ddp_loop.sweeps.folders import begun_folder
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob
-from tests.support.refusals import loop_over, loss_of, network
+from tests.support.refusals import loop_over, network
+from tests.support.training import take
 
 pytestmark = pytest.mark.covers("D1")
 SECRET = "xq7-not-to-be-seen"
@@ -85,9 +86,7 @@ def train(folder: Path) -> None:
     with dl.join_world(device="cpu") as world:
         model = network()
         for step in loop_over(world, str(folder), model, config={"api_key": SECRET, "rate": 1}):
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             break
 
 

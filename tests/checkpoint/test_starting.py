@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_loop.checkpoint import Start, start_command, way_on, words_to_go_on
-from tests.support.paths import ROOT
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -21,6 +20,7 @@ pytestmark = pytest.mark.covers("J6")
 def script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lab/train.py", "--run", "the one"])
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    monkeypatch.delenv("DDP_LOOP_START", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,7 @@ def test_torchrun_s_own_words_are_those_of_the_parent(tmp_path: Path) -> None:
     launcher.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], check=True)\n")
     words = ["--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", "the one.py"]
     variables = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
-    environment.pop("DDP_LOOP_START", None)
-    said = subprocess.run(
-        [sys.executable, launcher, *words], env=environment, check=True, text=True, capture_output=True
-    ).stdout
+    said = run(str(launcher), *words, folder=tmp_path, **variables).stdout
     assert said.rstrip("\n").split("|") == ["torchrun", *words]
 
 
@@ -134,9 +130,6 @@ for step in next(epochs):
 def test_a_loop_that_lives_until_python_ends_has_last_words(tmp_path: Path) -> None:
     """Python drops `sys.argv` before a name of the script at its end."""
     (tmp_path / "train.py").write_text(HOLDS_EPOCHS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("DDP_LOOP_START", None)
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, text=True, capture_output=True)
+    done = run("train.py", folder=tmp_path)
     assert "to go on: python train.py" in done.stdout
     assert "Traceback" not in done.stderr

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("E5")
 
@@ -49,10 +46,7 @@ def test_a_run_that_is_not_saved_whole_ends_with_another_code_and_says_what_is_m
     mode: str, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, "train.py", mode], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    ended = run("train.py", mode, folder=tmp_path)
     assert ended.returncode == code, ended.stderr
     assert "after the loop" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "at exit"

@@ -29,7 +29,8 @@ from tests.faults.culprits import (
 from tests.faults.training import RANKS, Case
 from tests.faults.under_torchrun import kill_torchrun
 from tests.support.harness import OnRanks
-from tests.support.refusals import loop_over, loss_of, network
+from tests.support.refusals import loop_over, network
+from tests.support.training import take
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -73,9 +74,7 @@ def go_apart(how: str) -> tuple[str, str, int | None]:
     try:
         with dl.join_world(timeout_s=20) as world:
             for step in loop_over(world, "", model := network()):
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
+                take(step, model)
                 if (world.rank, step.iteration) == (0, 3):
                     world.gather("a word") if how == "gathers" else world.sum(torch.ones(2))
     except RuntimeError as error:

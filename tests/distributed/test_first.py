@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 import ddp_loop as dl
 from tests.support.harness import FAULT_S, OnRanks, caught
-from tests.support.paths import ROOT
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("C8")
 
@@ -194,9 +193,6 @@ with dl.join_world(device="cpu") as world:
 
 
 def test_a_handler_that_was_there_before_the_package_takes_its_lines(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OWN_HANDLER], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = run("-c", OWN_HANDLER, folder=tmp_path)
     assert (tmp_path / "own.log").read_text() == "a line\n"
     assert done.stdout + done.stderr == ""

@@ -29,6 +29,7 @@ from ddp_loop.distributed import PeerFailed, Pool, RankFailed, join_world, launc
 from ddp_loop.elastic import process_states
 from tests.support.harness import FAULT_S, MOMENT_S, Unspeakable, let_ranks_meet, sum_of_ranks, until
 from tests.support.runs import LONG_S
+from tests.support.training import mean, take
 
 pytestmark = pytest.mark.covers("C7")
 
@@ -206,9 +207,7 @@ def forget_the_world(folder: str) -> int:
     loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False)
     for epoch in loop.epochs():
         for step in epoch:
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
+            take(step, model, mean)
         break
     return loop.iteration
 

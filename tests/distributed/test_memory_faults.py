@@ -26,6 +26,7 @@ from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import CPU
 from tests.support.harness import FAULT_S, OnRanks, let_ranks_meet, until
 from tests.support.refusals import Caught, loop_over, loss_of, mean_of, network, samples
+from tests.support.training import take
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -62,9 +63,7 @@ def wait_for_a_later_sum(world: dl.World) -> None:
 def steps(world: dl.World, evaluates: bool) -> None:
     model = network()
     for step in loop_over(world, None, model):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        take(step, model)
         if evaluates and step.iteration == 2:
             dl.evaluate(model, dl.Batches(samples(9), 4, world), mean=mean_of)
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_loop as dl
 from tests.support.exchanges import digest, on_machines
 from tests.support.harness import OnRanks
+from tests.support.training import mean_square, take
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -29,9 +30,7 @@ def train_beside(exchange: str, machines: tuple[int, ...], own_calls: bool) -> t
         batches = dl.Batches(torch.arange(48.0).view(12, 4) / 48, 4, world, shards=4)
         made = group._get_sequence_number_for_group()
         for step in dl.Loop(batches, 2, state={"m": model, "o": optimizer}, progress=False):
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            step.fold()
+            take(step, model, mean_square)
             optimizer.step()
             ours = group._get_sequence_number_for_group() - made
             assert ours == 0

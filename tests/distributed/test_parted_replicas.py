@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
+from tests.support.training import mean, take
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -220,9 +221,7 @@ def train_rightly(folder: str) -> tuple[int, float]:
             run_dir=folder,
         )
         for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             optimizer.step()
             average.update()
             moving.update_parameters(model)
@@ -250,9 +249,7 @@ def leave_and_change() -> int:
         model = network()
         loop = dl.Loop(dl.Batches(samples(60), SIZE, world), 1, state={"model": model}, progress=False)
         for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
             if step.iteration == 4:
                 break
         if world.rank == 0:
@@ -285,9 +282,7 @@ def cache_late(part: bool) -> int:
         model = Caching()
         loop = dl.Loop(dl.Batches(samples(4), 1, world), 1, state={"model": model}, progress=False)
         for step in loop:
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
+            take(step, model, mean)
             if part and world.rank == 1:
                 with torch.no_grad():
                     model.layer.bias.add_(1)

@@ -131,10 +131,6 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_bits(
     assert_goes_on(on_ranks, tmp_path, whole, 4)
 
 
-def test_a_loop_without_a_folder_stops_too(on_ranks: OnRanks) -> None:
-    assert [ended.made for ended in on_ranks(2, train, "", "SIGTERM")] == [ALL[:4]] * 2
-
-
 @pytest.mark.parametrize(("kind", "save_every"), [("SIGTERM", None), ("file", 4)])
 @pytest.mark.slow
 def test_a_stop_in_a_long_evaluation_is_obeyed_at_once(

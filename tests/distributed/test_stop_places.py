@@ -13,6 +13,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.runs import ask, checkpoints_of, digests, status_of
+from tests.support.training import mean, take
 
 pytestmark = pytest.mark.covers("E5", "J5")
 
@@ -64,9 +65,7 @@ class Job:
         for step in self.make_loop({"model": model}, 1):
             if step.iteration == asks_in:
                 self.ask()
-            for rows in step:
-                step.backward(model(rows).mean())
-            step.fold()
+            take(step, model, mean)
             with torch.no_grad():
                 model.weight.mul_(0.9)
         self.said.append("the inner loop has ended")

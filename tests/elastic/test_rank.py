@@ -18,6 +18,7 @@ from ddp_loop.elastic import PEER_FAILED_EXIT
 from ddp_loop.elastic.rank import ADVICE, START, leave_advice
 from tests.support.harness import until
 from tests.support.paths import ROOT
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -46,12 +47,7 @@ if __name__ == "__main__":
 
 
 def python(folder: Path, *words: str, error_file: Path | str = "") -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-    if not error_file:
-        del variables["TORCHELASTIC_ERROR_FILE"]
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run(*words, folder=folder, **({"TORCHELASTIC_ERROR_FILE": str(error_file)} if error_file else {}))
 
 
 def test_advice_may_name_a_folder_whose_name_is_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,7 @@ def sweep(tmp_path: Path) -> Path:
 def screens(one: Visit) -> Iterator[str]:
     """Show the curves, a card with its table, and the results with a matrix, and yield the name of each."""
     yield "curves"
-    if one.at("#unfold").is_visible():
-        one.page.click("#unfold")
+    one.unfold()
     one.open_card("trials/0001")
     one.at("button[data-panel=tables]").click()
     one.at(".matrix").wait_for()

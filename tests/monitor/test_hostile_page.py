@@ -106,8 +106,7 @@ def test_hostile_names_are_text_in_charts_legend_tip_list_and_card(
     assert is_sound(one, size[0])
 
     one.at(".chart[data-metric=loss]").scroll_into_view_if_needed()
-    box = one.at(".chart[data-metric=loss] .u-over").bounding_box()
-    one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+    one.point_at("loss")
     until(lambda: one.at(".chart[data-metric=loss] .tip p").count() == 6, "the tip has all runs")
     said = one.texts(".chart[data-metric=loss] .tip .name")
     assert EVIL in said
@@ -118,8 +117,7 @@ def test_hostile_names_are_text_in_charts_legend_tip_list_and_card(
     assert max(part.bounding_box()["width"] for part in one.at("#legend button").all()) <= 240
     assert is_sound(one, size[0])
 
-    if one.at("#unfold").is_visible():
-        one.at("#unfold").click()
+    one.unfold()
     listed = one.at(".lines .line")
     assert EVIL in listed.locator(".name").all_text_contents()
     assert EVIL in " ".join(listed.locator(".parameters").all_text_contents())
@@ -139,8 +137,7 @@ def test_hostile_texts_images_tables_and_output_are_text_in_the_panels(
     visit: Any, page: Served, size: tuple[int, int]
 ) -> None:
     one = visit(page, size)
-    if one.at("#unfold").is_visible():
-        one.at("#unfold").click()
+    one.unfold()
     one.open_card("__proto__")
     for panel, place, said in (
         ("console", ".console-text", EVIL),

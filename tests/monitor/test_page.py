@@ -65,7 +65,7 @@ def test_the_curves_end_with_the_last_row_evaluation_and_logged_value_and_keys_m
     assert one.last("constructor") == [[300, 75.0]]
     assert one.at(".group > h2").all_inner_texts() == ["Loss", "Metrics", "Optimizer"]
     assert (one.text(".says"), one.text(".percent")) == ("done at step 400, checkpoint saved", "100 %")
-    facts = dict(zip(*(one.at(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+    facts = one.facts()
     assert [facts[name] for name in ("Epoch", "Ranks", "Device", "Elapsed")] == ["4 of 4", "2", "cpu", "0:04"]
     assert one.at(".ranks li").count() == 2
 
@@ -120,11 +120,7 @@ def test_scale_smoothing_epoch_marks_zoom_and_what_is_left_of_a_removed_folder(s
     marked = one.ink("loss")
     one.page.get_by_label("Epochs").uncheck()
     assert 1000 < one.ink("loss") < marked
-    box = one.at(f"{LOSS} .u-over").bounding_box()
-    one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
-    one.page.mouse.down()
-    one.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 50, steps=3)
-    one.page.mouse.up()
+    one.drag_over("loss", 0.5, 0.75)
     until(lambda: int(one.chart("loss", "points")) < 120, "a part is shown")
     assert 295 <= one.last("loss")[0][0] <= 305
     assert 95 <= int(one.chart("loss", "points") or 0) <= 110  # the other pictures zoom as far, and once

@@ -235,14 +235,6 @@ def test_binary_junk_is_a_text_at_any_place(tmp_path: Path) -> None:
         at = found["end"]
 
 
-def test_a_line_of_8_mib_is_read_in_pieces(tmp_path: Path) -> None:
-    write_console(tmp_path, "é" * (4 << 20))
-    found = piece(tmp_path)
-    assert found["end"] - found["start"] <= PIECE
-    assert set(found["text"]) == {"é"}
-    assert set(piece(tmp_path, before=found["start"] - 1)["text"]) <= {"é", "\ufffd"}
-
-
 def test_only_the_files_of_ranks_are_listed_in_their_order(tmp_path: Path) -> None:
     for name in ("rank-10", "rank-2", "rank-0", "continued", "rank-x", "other", "rank-1.log.swp", "rank-1234567"):
         write_console(tmp_path, "text", name)

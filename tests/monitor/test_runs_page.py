@@ -33,16 +33,6 @@ def write_sweep(top: Path, count: int, steps: int = 20) -> Path:
     return top
 
 
-def lines(one: Visit) -> list[str]:
-    """The names of the lines that are shown, in their order, also of those that are scrolled out of sight."""
-    return one.texts(".lines .line:visible .name")
-
-
-def checked(one: Visit) -> list[str]:
-    boxes = one.at(".show:checked").all()
-    return [str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes]
-
-
 def trials(*numbers: int) -> list[str]:
     return [f"trials/{number:04}" for number in numbers]
 
@@ -64,8 +54,8 @@ FOUND: dict[str, Any] = {
 
 def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: Any, sweep: Path) -> None:
     one = show(sweep)
-    assert lines(one) == trials(*range(12))
-    assert checked(one) == trials(*range(2, 12))
+    assert one.listed() == trials(*range(12))
+    assert one.chosen() == trials(*range(2, 12))
     one.has_lines(10)
     line = one.at(".line[data-run='trials/0003']")
     assert [line.locator(part).inner_text() for part in (".state", ".value")] == ["stopped", "2"]
@@ -79,7 +69,7 @@ def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: 
     search = one.page.get_by_label("Search runs")
     for text, found in FOUND.items():
         search.fill(text)
-        assert lines(one) == trials(*found), text
+        assert one.listed() == trials(*found), text
         clears = "" if found else ". Empty the search to see all."
         assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
         assert one.text("#states") == "9 done · 3 stopped"
@@ -93,14 +83,14 @@ def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: 
     )
     one.page.get_by_label("Sort").select_option("value")
     sorted_values = sorted(values.all_text_contents())
-    assert (values.all_text_contents(), lines(one)[:2]) == (sorted_values, trials(0, 7))  # equal ones by name
+    assert (values.all_text_contents(), one.listed()[:2]) == (sorted_values, trials(0, 7))  # equal ones by name
     turn.click()
     assert values.all_text_contents() == sorted_values[::-1]
     one.page.get_by_label("Sort").select_option("began")
-    assert lines(one) == trials(*range(11, -1, -1))
+    assert one.listed() == trials(*range(11, -1, -1))
     turn.click()
     one.page.get_by_label("Sort").select_option("state")
-    assert lines(one) == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
+    assert one.listed() == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
 
 
 def test_runs_that_begin_later_appear_and_those_that_are_removed_go(show: Any, sweep: Path) -> None:
@@ -110,13 +100,13 @@ def test_runs_that_begin_later_appear_and_those_that_are_removed_go(show: Any, s
         one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
         write_lines(folder.folder / "rows.jsonl", [row(50, loss=0.5)])
         one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
-        assert checked(one) == ["trials/0100", *trials(*range(3, 12))]  # running, so first; the oldest one made way
+        assert one.chosen() == ["trials/0100", *trials(*range(3, 12))]  # running, so first; the oldest one made way
         assert one.page.title() == "1 running · 13 runs"
     one.waits_for(".line[data-run='trials/0100'] .state", "lost")
     (sweep / "trials" / "0100").rename(sweep.parent / "0100")
-    until(lambda: lines(one) == trials(*range(12)), "its line is gone")
+    until(lambda: one.listed() == trials(*range(12)), "its line is gone")
     write_run(sweep / "rate2=0.1,seed=3", status="done")
-    until(lambda: len(lines(one)) == 13, "a run whose name has signs is there")
+    until(lambda: len(one.listed()) == 13, "a run whose name has signs is there")
     for text, said in (
         ("rate2=0.1,seed", "1 of 13 runs"),
         ("rate2=0.2", "0 of 13 runs. No column is called rate2. Empty the search to see all."),
@@ -133,7 +123,7 @@ def test_runs_that_begin_later_appear_and_those_that_are_removed_go(show: Any, s
     assert one.text(".says") == "there is no such folder: Loop(run_dir=...) makes it and begins a run there"
     (sweep.parent / "elsewhere").rename(sweep)
     one.at("#notice").wait_for(state="hidden")
-    until(lambda: len(lines(one)) == 12, "the other runs are back")
+    until(lambda: len(one.listed()) == 12, "the other runs are back")
 
 
 def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(show: Any, tmp_path: Path) -> None:
@@ -165,11 +155,11 @@ def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first
         one = visit(page)
         assert one.text("#folders") == str(top)
         one.waits_for(".best", "Best: trials/0000 loss 1")
-        assert lines(one) == ["zebra", *trials(*range(4))]
+        assert one.listed() == ["zebra", *trials(*range(4))]
         one.press("Reverse the order")
-        assert lines(one) == ["zebra", *trials(*range(3, -1, -1))]
+        assert one.listed() == ["zebra", *trials(*range(3, -1, -1))]
         one.page.get_by_label("Sort").select_option("value")
-        assert lines(one)[-1] == "zebra"  # which has none yet
+        assert one.listed()[-1] == "zebra"  # which has none yet
         write_lines(top / "trials" / "0002" / "evaluations.jsonl", [row(20, loss=3.5)])
         one.waits_for(".best", "Best: trials/0002 eval loss 3.5")
         one.at("#best").click()
@@ -199,7 +189,7 @@ def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: 
     assert opener.get_attribute("aria-expanded") == "true"
     assert one.page.evaluate("document.activeElement.className") == "close"
     until(lambda: one.last("loss") == [[20, 2]], "its curve")
-    assert (one.at("#limit").is_visible(), checked(one)) == (False, [])
+    assert (one.at("#limit").is_visible(), one.chosen()) == (False, [])
     one.page.keyboard.press("Escape")
     assert not one.at(".run").is_visible()
     assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
@@ -214,7 +204,7 @@ def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: 
     assert one.last("loss") == [[20, 4]]
     one.page.get_by_role("checkbox", name="Draw trials/0002").uncheck()
     one.waits_for("#limit", "No run is chosen.")
-    assert (checked(one), one.last("loss")) == ([], [])
+    assert (one.chosen(), one.last("loss")) == ([], [])
     one.fill("Search runs", "stopped")
     one.press("Show only these")
     until(lambda: one.last("loss") == [[20, 2], [20, 1], [20, 7]], "three others")
@@ -276,7 +266,7 @@ def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(show:
     one = show(run)
     assert one.text(".config").split() == ["Config", "rate", "0.1"]
     one.waits_for(".facts [data-fact=Checkpoint]", "step-00000032")
-    facts = dict(zip(*(one.at(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+    facts = one.facts()
     assert (facts["eval loss"], facts["best eval loss"]) == ("0.75", "0.5")
     heights = [one.at(f"[data-fact={name}] dd").bounding_box()["height"] for name in ("Checkpoint", "Step")]
     assert heights[0] == heights[1]  # on one line
@@ -285,13 +275,12 @@ def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(show:
 # -- layouts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_on_a_phone_a_button_folds_the_list_away_and_another_one_unfolds_rename_and_hide(
-    show: Any, sweep: Path, scheme: str
+    show: Any, sweep: Path
 ) -> None:
     long = "sgd-lr0.1-momentum0.9-width32"
     (sweep / "trials" / "0000" / "name.txt").write_text(long)
-    one = show(sweep, SMALL, scheme)
+    one = show(sweep, SMALL)
     assert not one.at("#list").is_visible()
     assert one.at(".chart").first.bounding_box()["y"] < SMALL[1] / 2
     one.press("Runs (12)")
@@ -307,7 +296,7 @@ def test_on_a_phone_a_button_folds_the_list_away_and_another_one_unfolds_rename_
     assert not hide.is_visible()
     one.press(f"Rename or hide {long}")
     hide.click()
-    assert lines(one) == trials(*range(1, 12))
+    assert one.listed() == trials(*range(1, 12))
     one.open_card("trials/0003")
     assert not one.at("#list").is_visible()
     one.waits_for(".run .name", "trials/0003")
@@ -322,7 +311,7 @@ def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another
     assert not one.at(hidden).filter(visible=True).count()
     assert one.at(".run").bounding_box()["width"] > 1200
     write_run(tmp_path / "sweep" / "trials" / "0001", status="done")
-    until(lambda: lines(one) == trials(0, 1), "the list appears")
+    until(lambda: one.listed() == trials(0, 1), "the list appears")
     assert not one.at(".run").is_visible()
     one.page.set_viewport_size({"width": 1000, "height": 800})
     chart, panel = (one.at(place).first.bounding_box() for place in (".chart", "#list"))
@@ -338,7 +327,7 @@ def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another
 def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(show: Any, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", 500, steps=3)
     one = show(sweep)
-    until(lambda: len(lines(one)) == 500, "all lines are there")
+    until(lambda: len(one.listed()) == 500, "all lines are there")
     until(lambda: "" not in one.texts(".lines .line .value"), "all runs are read")
     one.page.evaluate(
         """() => {
@@ -354,4 +343,4 @@ def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(show: 
     one.waits_for(".line[data-run='trials/0123'] .value", "0.125")
     assert one.page.evaluate("[...touched]") == ["trials/0123"]
     one.fill("Search runs", "rate=0.1 done")
-    until(lambda: len(lines(one)) == 125, "the runs are found")
+    until(lambda: len(one.listed()) == 125, "the runs are found")

@@ -24,7 +24,9 @@ from ddp_loop.monitor import server as monitor
 from ddp_loop.monitor.app import TOKEN_HEADER, MonitorApp
 from tests.support.harness import OnRanks, until
 from tests.support.paths import ROOT
+from tests.support.scripts import run
 from tests.support.serving import WAIT_S, Served, answers, ask
+from tests.support.training import sgd, train_in
 
 
 @contextmanager
@@ -137,13 +139,13 @@ with dl.join_world(seed=1) as world:
     world.print = said.append
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = dl.Batches(torch.arange(60.0).reshape(20, 3) / 60, 4, world)
+    batches = dl.Batches(torch.arange(60.0).reshape(20, 3) / 60, 4, world, shuffle=False)
     loop = dl.Loop(batches, 2, state=dict(model=model, optimizer=optimizer), run_dir=sys.argv[1], monitor=True,
                    progress=False)
     base, token = said[0].removeprefix("Page: ").split("/#token=")
     for step in loop:
         for rows in step:
-            step.backward((model(rows) - rows.sum(1, keepdim=True)).square().mean())
+            step.backward(nn.functional.mse_loss(model(rows), rows.sum(1, keepdim=True)))
         step.fold()
         optimizer.step()
         if step.iteration == 3:
@@ -167,8 +169,7 @@ start_page(Path(sys.argv[1]), print, linger_s=0.5)  # it is there when this proc
 @pytest.mark.slow
 @pytest.mark.covers("E4", "E6")
 def test_the_page_of_a_loop_serves_while_it_runs_may_be_killed_and_ends_after_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run("-W", "error", "-c", SCRIPT, str(tmp_path / "run"))
     assert (done.returncode, done.stderr) == (0, "")
     first, files, link = done.stdout.splitlines()
     assert first == f"running {without_a_page()}"
@@ -180,13 +181,8 @@ def test_the_page_of_a_loop_serves_while_it_runs_may_be_killed_and_ends_after_it
 def without_a_page() -> list[list[float]]:
     with dl.join_world(seed=1) as world:
         model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = dl.Batches(torch.arange(60.0).reshape(20, 3) / 60, 4, world)
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
-            for rows in step:
-                step.backward((model(rows) - rows.sum(1, keepdim=True)).square().mean())
-            step.fold()
-            optimizer.step()
+        data = torch.arange(60.0).reshape(20, 3) / 60
+        train_in(world, model, data=data, batch_size=4, optimizer=sgd(model), epochs=2)
     weights: list[list[float]] = model.weight.tolist()
     return weights
 

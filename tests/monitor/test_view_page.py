@@ -38,15 +38,6 @@ def visited(visit: Any, page: Served, view: str = "") -> Visit:
     return one
 
 
-def names(one: Visit) -> list[str]:
-    return one.texts(".lines .line:visible .name")
-
-
-def drawn(one: Visit) -> list[str]:
-    boxes = one.at(".show:checked").all()
-    return sorted(str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes)
-
-
 def colours(one: Visit) -> dict[str, str]:
     items = one.at(".line.drawn").all()
     return {
@@ -58,7 +49,7 @@ def colours(one: Visit) -> dict[str, str]:
 def test_a_reload_keeps_the_view_and_the_colours_of_the_runs(show: Any, runs: Path) -> None:
     one = show(runs)
     assert urlsplit(one.page.url).query == ""  # nothing where nothing was chosen
-    assert names(one) == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.03", "0.1", "0.3")]  # by their numbers
+    assert one.listed() == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.03", "0.1", "0.3")]  # by their numbers
     colour = colours(one)
     assert len(set(colour.values())) == len(RATES)
     one.page.select_option("#axis", "time")
@@ -77,14 +68,14 @@ def test_a_reload_keeps_the_view_and_the_colours_of_the_runs(show: Any, runs: Pa
         "sort": ["value"], "order": ["reverse"], "open": ["sgd-lr0.03-w8"],
         "run": ["sgd-lr0.001-w8", "sgd-lr0.03-w8", "sgd-lr0.3-w8"],
     }  # fmt: skip
-    order = names(one)
+    order = one.listed()
     one.page.reload()
     one.page.wait_for_selector(".run")
     assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("time", "10")
     assert one.at("[name=scale]:checked").get_attribute("value") == "log"
     assert not one.page.is_checked("#marks")
-    assert names(one) == order == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.1", "0.03", "0.3")]
-    assert drawn(one) == wanted["run"]
+    assert one.listed() == order == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.1", "0.03", "0.3")]
+    assert sorted(one.chosen()) == wanted["run"]
     assert one.text(".run .name") == "sgd-lr0.03-w8"
     assert view_of(one) == wanted
     assert colours(one) == {run: colour[run] for run in wanted["run"]}  # each keeps its own
@@ -98,7 +89,7 @@ def test_a_link_shows_what_it_names_and_says_what_is_not_here(visit: Any, runs: 
         until(lambda: urlsplit(one.page.url).query == "", "the whole run is as at first")
         one = visited(visit, page, "run=no&axis=time")
         assert one.text("#notice") == "The link names runs that are not here: no."
-        assert drawn(one) == sorted(f"sgd-lr{rate}-w8" for rate in RATES)  # the usual ones
+        assert sorted(one.chosen()) == sorted(f"sgd-lr{rate}-w8" for rate in RATES)  # the usual ones
         assert one.page.input_value("#axis") == "time"
         nonsense = "axis=furlongs&smoothing=-1&sort=&tab=else&zoom=9~1&scale=cubic&run=sgd-lr0.1-w8&run=no&open=%3Cb%3E"
         one = visited(visit, page, nonsense)
@@ -107,7 +98,7 @@ def test_a_link_shows_what_it_names_and_says_what_is_not_here(visit: Any, runs: 
             "smoothing=-1, axis=furlongs, sort=, scale=cubic, zoom=9~1 and 1 more."
         )
         assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("step", "0")
-        assert drawn(one) == ["sgd-lr0.1-w8"]
+        assert sorted(one.chosen()) == ["sgd-lr0.1-w8"]
         assert not one.page.is_visible("#whole")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ from ddp_loop.cli import main
 from ddp_loop.profiling import WARM_UP, CannotProfile
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
-from tests.support.paths import ROOT
 from tests.support.profiles import planted, profiled
 from tests.support.refusals import Refused
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("J11")
 
@@ -113,10 +111,7 @@ def test_a_loop_that_is_too_short_does_not_end_the_profile_of_the_others(on_rank
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_others_are_reported(tmp_path: Path) -> None:
     script = planted(tmp_path, "AFTER", "step.iteration < 9 or world.rank == 0 or os.kill(os.getpid(), 9)")
-    ended = subprocess.run(
-        [sys.executable, "-m", "ddp_loop", "profile", str(script), "--steps", "10"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    ended = run("-m", "ddp_loop", "profile", str(script), "--steps", "10")
     assert ended.returncode == 2
     assert ended.stdout.startswith(f"{script} runs to its end, and each Loop ends early, without a run folder. ")
     assert "2 ranks on cpu, without rank 1, which sent no times." in ended.stdout

@@ -6,7 +6,6 @@ import inspect
 import json
 import operator
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 import ddp_loop
 from tests.support.paths import DOCS, ROOT, TESTS
+from tests.support.scripts import run
 
 PACKAGE = ROOT / "ddp_loop"
 DESIGN = (DOCS / "design.md").read_text()
@@ -282,8 +282,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def fresh_import() -> dict[str, Any]:
     """What `import ddp_loop`, and the first use of each name that a rank may need, did in a fresh interpreter."""
-    command = [sys.executable, "-c", IMPORT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run("-c", IMPORT)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -300,8 +299,7 @@ def test_importing_the_package_imports_no_room_before_it_is_used(fresh_import: d
 
 def test_importing_the_package_does_not_import_torch() -> None:
     found = "import sys, ddp_loop; print({'torch', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert run("-c", found).stdout == "set()\n"
 
 
 def test_importing_the_package_imports_nothing_optional(fresh_import: dict[str, Any]) -> None:

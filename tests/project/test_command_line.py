@@ -11,29 +11,15 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 import ddp_loop as dl
 from ddp_loop.cli import EXAMPLES, _parser, main
 from ddp_loop.distributed import describe_devices
-
-START_S = 60.0  # importing torch takes 2 s on an idle core
-
-
-@pytest.mark.covers("C1")
-@pytest.mark.slow
-def test_devices_says_what_is_there_and_how_to_use_it() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "ddp_loop", "devices"], capture_output=True, text=True, timeout=START_S, check=False
-    )
-    assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == describe_devices() + "\n"
-    ranks = torch.cuda.device_count() or 2
-    assert f"ddp_loop run --ranks {ranks} train.py" in said.stdout
+from tests.support.scripts import run
 
 
 @pytest.mark.covers("C1")
-def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices"]) == 0
     assert capsys.readouterr().out == describe_devices() + "\n"
 
@@ -192,8 +178,5 @@ def test_the_console_script_is_named_in_its_help(
 
 @pytest.mark.slow
 def test_the_exit_code_of_a_command_is_that_of_its_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_loop", "checkpoints", str(tmp_path / "none")],
-        capture_output=True, text=True, timeout=START_S, check=False,
-    )  # fmt: skip
+    done = run("-m", "ddp_loop", "checkpoints", str(tmp_path / "none"))
     assert (done.returncode, main(["checkpoints", str(tmp_path / "none")])) == (2, 2)

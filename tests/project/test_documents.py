@@ -4,7 +4,6 @@ import ast
 import functools
 import re
 import subprocess
-import sys
 import tokenize
 import tomllib
 from itertools import pairwise
@@ -15,6 +14,7 @@ import pytest
 import ddp_loop
 from tests.support.documents import claimed_rows, fenced_blocks, states_of, text_of
 from tests.support.paths import DOCS, ROOT
+from tests.support.scripts import run
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -205,9 +205,7 @@ def test_the_readme_installs_what_it_uses_and_has_the_commands_for_results() -> 
 @pytest.mark.slow
 def test_documented_commands_exist() -> None:
     documented = set().union(*(commands_in(path.read_text()) for path in DOCUMENTS))
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_loop", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = run("-m", "ddp_loop", "--help")
     assert done.returncode == 0, done.stderr
     assert documented
     assert documented <= set(re.findall(r"[a-z][\w-]*", done.stdout))

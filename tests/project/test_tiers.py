@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from tests.support.devices import GPU, kinds_of
 from tests.support.documents import claimed_rows, text_of
 from tests.support.paths import ROOT
+from tests.support.scripts import run
 from tests.support.skips import KNOWN_REASONS
 from tests.support.tiers import ALL_ITEMS, cases_by_function, is_on_gpu, is_quick, representatives, values_of
 
@@ -108,9 +107,6 @@ def test_continuous_integration_runs_what_make_test_leaves_out_too() -> None:
 @pytest.mark.slow
 def test_continuous_integration_fails_a_skip_for_an_unknown_reason(body: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", f"--confcutdir={ROOT}", "-p", "tests.conftest", f"--rootdir={tmp_path}"]
-    done = subprocess.run(
-        [*command, "--known-skips", "-o", "addopts=", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    words = ["-m", "pytest", f"--confcutdir={ROOT}", "-p", "tests.conftest", f"--rootdir={tmp_path}", "--known-skips"]
+    done = run(*words, "-o", "addopts=", str(tmp_path))
     assert re.search(said, done.stdout), done.stdout

@@ -22,8 +22,9 @@ from ddp_loop.reporting.terminal import ProgressView, open_display
 from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.harness import OnRanks
 from tests.support.paths import ROOT
-from tests.support.refusals import loop_over, loss_of, network
+from tests.support.refusals import loop_over, network
 from tests.support.terminals import read_until, screen_of
+from tests.support.training import take
 
 VIEW = ProgressView(TrainingLength(epochs=20), 3, 41, {"loss": 0.25}, 12.5, 1.0, None)
 
@@ -62,9 +63,7 @@ def train(run: Any, steps: int = 2, fail_at: int = 0, after: str = "") -> list[b
             print("a warning", file=sys.stderr)
             if step.iteration == fail_at and world.rank == 1:
                 raise KeyError("planted")
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
+            take(step, model)
         if after:
             print(after)
     return [*followed, "write" in vars(sys.stdout)]
@@ -106,9 +105,7 @@ def test_two_loops_of_one_world_have_their_own_output(tmp_path: Path) -> None:
             loop = loop_over(world, str(tmp_path / name), model, torch.optim.SGD(model.parameters()))
             print("in", name)
             for step in loop:
-                for rows in step:
-                    step.backward(loss_of(model, rows))
-                step.fold()
+                take(step, model)
             print("after", name)
     assert [log_of(tmp_path / name) for name in ("one", "two")] == ["in one\nafter one\n", "in two\nafter two\n"]
     assert "write" not in vars(sys.stdout)

@@ -29,6 +29,7 @@ from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, network
 from tests.support.runs import go_by_epochs, lines_of, status_of
+from tests.support.training import take
 from tests.support.training import train as plain_training
 
 ROWS, EVALUATIONS, RANKS = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl"
@@ -93,7 +94,7 @@ def train(
     epochs: int = 1,
     **options: Any,
 ) -> SimpleNamespace:
-    """The rows that a callback got, how many after each step, and each step's own loss, metric and norm of `.grad`s."""
+    """The rows that a callback got, how many after each step; each step's loss, metric, weight, norm of `.grad`s."""
     with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
         patch.setattr(gradients, "_NORM_EACH", norm_each)
         patch.setattr(reporter, "BATCH_S", batch_s)
@@ -111,13 +112,17 @@ def train(
                 weight = torch.tensor(float(len(inputs) ** 2)) if weights else None
                 step.backward(cross_entropy(logits, labels), weight=weight, accuracy=logits.argmax(1) == labels)
             result = step.fold()
-            found.own.append((float(result.loss), float(result.metrics["accuracy"])))
+            found.own.append((float(result.loss), float(result.metrics["accuracy"]), float(result.weight)))
             found.norms.append(norm_of(model))
             optimizer.step()
             schedule.step()
             found.there.append(len(found.rows))
         found.weights = digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
         return found
+
+
+def values_of(row: dict[str, Any]) -> tuple[float, float, float]:
+    return row["loss"], row["accuracy"], row.get("weight", row["samples"])
 
 
 def norm_of(model: nn.Module) -> float:
@@ -133,7 +138,7 @@ def test_rows_reach_a_callback_on_rank_0_and_the_file_in_order_with_norms_and_ra
     rows = first.rows
     assert [(row["epoch"], row["iteration"]) for row in rows] == [(1 + n // 6, n + 1) for n in range(12)]
     assert [row["samples"] for row in rows] == ([7] * 5 + [5]) * 2
-    assert [(row["loss"], row["accuracy"]) for row in rows] == first.own
+    assert list(map(values_of, rows)) == first.own
     assert [row["gradient_norm"] for row in rows] == pytest.approx(first.norms, rel=1e-12)  # another order of the sum
     rates = {"learning_rate": 0.1} | ({"learning_rate_1": 0.05} if groups == 2 else {})
     for name, rate in rates.items():
@@ -152,22 +157,8 @@ def test_rows_reach_a_callback_on_rank_0_and_the_file_in_order_with_norms_and_ra
 
 def test_rows_of_quick_steps_come_several_at_once_and_an_epochs_last_without_delay(on_ranks: OnRanks) -> None:
     found = on_ranks(3, train, None, batch_s=1e9, epochs=3, progress=True)[0]
-    assert [(row["loss"], row["accuracy"]) for row in found.rows] == found.own
+    assert list(map(values_of, found.rows)) == found.own
     assert found.there == [0] * 6 + [6] * 6 + [12] * 6
-
-
-@pytest.mark.covers("E2")
-@pytest.mark.slow
-def test_an_epochs_line_has_the_mean_over_its_samples_from_rank_0_alone(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found, _ = dl.launch(train, 2, str(tmp_path), epochs=2, progress=True)
-    expected = ["2 ranks on cpu, sums over shared memory"]
-    for epoch in (1, 2):
-        own = [row for row in found.rows if row["epoch"] == epoch]
-        loss, accuracy = (sum(row[key] * row["samples"] for row in own) / 40 for key in ("loss", "accuracy"))
-        expected.append(f"Epoch: {epoch}, Loss: {loss:.4f}, Accuracy: {accuracy:.4f}")
-    assert capfd.readouterr().out == "".join(f"{line}\n" for line in expected)  # lines alone through a pipe
 
 
 @pytest.mark.covers("B6")
@@ -198,37 +189,6 @@ def test_the_line_is_what_json_would_write_with_null_for_what_is_not_finite() ->
         assert found == expected
 
 
-def weigh(run: str, capture: str, weights: float | None) -> tuple[list[dict[str, Any]], list[float], str]:
-    """Samples 1 and 9 and so on weigh what they are, and their loss is 0 but for 9; or all weigh the same."""
-    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
-        model = nn.Linear(1, 1).double()
-        rows: list[dict[str, Any]] = []
-        own = []
-        data = torch.tensor([[1.0], [9.0], [2.0], [4.0]], dtype=torch.float64)
-        batches = dl.Batches(data, 1, world, shuffle=False)
-        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-        for step in dl.Loop(batches, 1, state=state, run_dir=run, on_row=rows.append):
-            for inputs in step:
-                value = 10.0 * float(inputs == 9)
-                weight = float(inputs.sum()) if weights is None else weights
-                step.backward(0 * model(inputs).sum() + value, weight=torch.tensor(weight), value=value)
-            own.append(float(step.fold().weight))
-        file.seek(0)
-        return rows, own, file.read()
-
-
-@pytest.mark.covers("D11", "E2")
-def test_an_epochs_line_is_weighted_as_the_losses_are_and_without_weight_there_is_none(
-    on_ranks: OnRanks, tmp_path: Path
-) -> None:
-    for weights, expected, mean in ((None, [1.0, 9.0, 2.0, 4.0], "5.6250"), (0.0, [0.0] * 4, "nan")):
-        run = str(tmp_path / f"run {weights}")
-        (rows, own, said), other = on_ranks(2, weigh, run, str(tmp_path / "said"), weights)
-        assert said == f"2 ranks on cpu, sums over shared memory\nEpoch: 1, Loss: {mean}, Value: {mean}\n"
-        assert own == other[1] == [row["weight"] for row in rows] == expected
-        assert [line["weight"] for line in lines_of(Path(run) / "rows.jsonl")] == own
-
-
 class KeptPoints(PointSink):
     """Keeps what a service would get."""
 
@@ -241,7 +201,7 @@ class KeptPoints(PointSink):
 
 
 def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: int) -> tuple[str, dict[str, Any]]:
-    """Steps of which some have a second pass and some a metric; returns the epoch's line, and what a service gets.
+    """Steps of which some have a second pass and some a metric; returns what is printed, and what a service gets.
 
     Args:
         weighted: the passes with weights of their own.
@@ -265,7 +225,7 @@ def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: 
                 step.fold()
         sink.flush()
         file.seek(0)
-        return file.read().strip().split("\n")[-1], dict(sink.points[-1].values) if sink.points else {}
+        return file.read(), dict(sink.points[-1].values) if sink.points else {}
 
 
 def means_of_unlike_steps(weighted: tuple[int, ...], every: int, first: int = 1) -> dict[str, float]:
@@ -291,7 +251,10 @@ def test_an_epochs_mean_is_over_the_steps_that_have_the_value_by_the_weights_of_
     weighted: tuple[int, ...], every: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    (line, sent), _ = on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, every)
+    (printed, sent), other = on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, every)
+    assert other == ("", {})
+    head, line = [one for one in printed.splitlines() if not one.startswith("ddp_loop: ")]
+    assert head == "2 ranks on cpu, sums over shared memory"
     means = means_of_unlike_steps(weighted, every)
     said = dict(part.split(": ") for part in line.lower().split(", "))
     assert said == {"epoch": "1", **{name: f"{mean:.4f}" for name, mean in means.items()}}
@@ -353,10 +316,6 @@ def test_a_passs_weight_is_in_its_row_if_this_pass_or_an_earlier_one_has_one(on_
         assert found == ({4: 3.0, 8: 1.0} if weighted else {})  # of kind 1
 
 
-def test_without_weights_a_rows_weight_is_its_samples() -> None:
-    assert plain_training(network(), batch_size=7, after_fold=lambda _, row: float(row.weight)) == [7, 7, 7, 3]
-
-
 def unfreeze() -> tuple[list[float], list[float]]:
     model = network()
     model[0].requires_grad_(False)
@@ -377,10 +336,8 @@ def test_the_norm_is_right_in_the_step_in_which_parameters_are_unfrozen(on_ranks
 
 def take_name(name: str) -> None:
     with dl.join_world() as world:
-        model = nn.Linear(1, 1)
-        for step in dl.Loop(dl.Batches(torch.ones(4, 1), 4, world), 1, state={"model": model}, progress=False):
-            for rows in step:
-                step.backward(model(rows).mean(), **{name: 1.0})  # type: ignore[arg-type]
+        for step in loop_over(world, None, model := network()):
+            take(step, model, **{name: 1.0})  # type: ignore[arg-type]
 
 
 def test_a_metric_cannot_have_a_name_of_the_rows_own() -> None:

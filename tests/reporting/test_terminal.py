@@ -248,6 +248,9 @@ def test_the_means_of_means_are_those_of_all_rows_without_the_skipped() -> None:
     weighted.add(3, {"weight": 1.0, "loss": 1.0, "learning_rate": 7.0, "gradient_norm": 9.0})
     weighted.add(3, {"weight": 3.0, "loss": 5.0})
     assert weighted.means() == {"loss": 4.0}
+    weightless = WeightedMeans()
+    weightless.add(3, {"weight": 0.0, "loss": 1.0})
+    assert math.isnan(weightless.means()["loss"])
 
 
 # -- the display -----------------------------------------------------------------------------------------------

@@ -81,6 +81,37 @@ class Visit:
     def tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name).click()
 
+    def point_at(self, metric: str, across: float = 0.5) -> None:
+        """Move the mouse to a part of the width of a metric's picture."""
+        box = self.at(f".chart[data-metric={metric}] .u-over").bounding_box()
+        assert box is not None
+        self.page.mouse.move(box["x"] + across * box["width"], box["y"] + 60, steps=3)
+
+    def drag_over(self, metric: str, start: float, end: float) -> None:
+        """Choose a part of a metric's picture with the mouse."""
+        self.point_at(metric, start)
+        self.page.mouse.down()
+        self.point_at(metric, end)
+        self.page.mouse.up()
+
+    def listed(self) -> list[str]:
+        """The names of the runs in the list, in their order, also of those that are scrolled out of sight."""
+        return self.texts(".lines .line:visible .name")
+
+    def chosen(self) -> list[str]:
+        """The runs whose boxes are checked."""
+        boxes = self.at(".show:checked").all()
+        return [str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes]
+
+    def facts(self) -> dict[str, str]:
+        """What the open card says of its run."""
+        return dict(zip(*(self.at(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+
+    def unfold(self) -> None:
+        """Show the list of runs where a narrow window hides it."""
+        if self.at("#unfold").is_visible():
+            self.at("#unfold").click()
+
     def open_card(self, run: str) -> None:
         """Open the card of a run by its line in the list."""
         self.page.locator(f".line[data-run='{run}'] .open").click()

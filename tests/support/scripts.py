@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import runpy
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import ddp_loop as dl
 from ddp_loop.accelerators import Cpu
 from ddp_loop.distributed import Pool
 from ddp_loop.tracing import VerifyJob, verify
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, ROOT
 
 SCRIPT_S = 120.0  # a script with ranks of its own takes 5 s on two idle cores
 
@@ -86,11 +87,12 @@ def run_here(script: str, *words: str) -> str:
     return printed.getvalue()
 
 
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in an example's folder."""
+def run(*command: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with more variables of the environment."""
     return subprocess.run(
         [sys.executable, *command],
         cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=300,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from tests.support.runs import go_by_epochs
 
 State = dict[str, torch.Tensor]
 NAMES = [f"step-{iteration:08d}" for iteration in (3, 6, 9, 12)]  # the checkpoints of `train_run`, one for each epoch
@@ -46,15 +47,13 @@ def train_run(
         kept = []
         data = dl.Batches(rows(), 8, world, shards=2)
         loop = dl.Loop(data, epochs, state=state, run_dir=folder, progress=False, keep_last=keep_last, **keywords)
-        for epoch in loop.epochs():
-            for step in epoch:
-                for some in step:
-                    step.backward(model(some).square().mean())
-                step.fold()
-                optimizer.step()
+
+        def keep() -> None:
             kept.append({name: one.clone() for name, one in model.state_dict().items()})
             if scores:
-                loop.save(scores[epoch.number - 1])
+                loop.save(scores[loop.iteration // 3 - 1])
+
+        go_by_epochs(loop, model, optimizer, after_epoch=keep)
         return kept
 
 

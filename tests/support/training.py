@@ -19,10 +19,20 @@ def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 
 
-def take(step: dl.Step, model: nn.Module, **keywords: Any) -> dl.StepResult:
+def mean(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return torch.as_tensor(model(rows).mean())
+
+
+def mean_square(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return torch.as_tensor(model(rows).square().mean())
+
+
+def take(step: dl.Step, model: nn.Module, loss: LossOf = loss_of, **keywords: Any) -> dl.StepResult:
     """A pass over a step's shards, and the fold."""
     for rows in step:
-        step.backward(loss_of(model, rows), **keywords)
+        step.backward(loss(model, rows), **keywords)
     return step.fold()
 
 

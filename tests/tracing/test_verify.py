@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 from ddp_loop.distributed import Pool
-from tests.support.paths import EXAMPLES, ROOT
-from tests.support.scripts import verdict_of
+from tests.support.paths import EXAMPLES
+from tests.support.scripts import run, verdict_of
 
 SMALL = ("--batch-size", "26", "--epochs", "1", "--device", "cpu")
 
@@ -18,10 +16,7 @@ SMALL = ("--batch-size", "26", "--epochs", "1", "--device", "cpu")
 @pytest.mark.slow
 @pytest.mark.covers("H9")
 def test_the_command_verifies_a_script_by_epochs_without_with() -> None:
-    command = ["verify", "examples/migrate/after/plain.py", "--steps", "2", "--ranks", "1,2"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "ddp_loop", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    ended = run("-m", "ddp_loop", "verify", "examples/migrate/after/plain.py", "--steps", "2", "--ranks", "1,2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0].startswith(
