@@ -34,7 +34,7 @@ REPORT_S = 15.0  # added to the timeout: a roll call takes 2 s, and other proces
 
 @dataclass
 class Hosts:
-    """Runs a job under one launcher on each host, with the c10d rendezvous. Its updates are by hand: a start costs half.
+    """Runs a job under one launcher on each host, with the c10d rendezvous. Its updates are by hand: cheap starts.
 
     Attributes:
         wires: between the hosts.
