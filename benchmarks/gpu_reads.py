@@ -201,8 +201,8 @@ def on_gpu() -> dl.World:
 def report_reads(machine: Machine, sheet: Sheet) -> None:
     """On one rank with a process group, and on two. Wrong: another number of waits than is said here."""
     mini_batch = steps.SAMPLES // 4 if machine.rehearsed else steps.MINI_BATCH
-    for ranks in (1, 2):
-        sheet.head(f"{machine.sharing(ranks)} | in a call | places, and how often in a call")
-        with dl.Pool(ranks) as pool:
+    with dl.Pool(2) as pool:
+        for ranks in (1, 2):
+            sheet.head(f"{machine.sharing(ranks)} | in a call | places, and how often in a call")
             backends = OWN_BACKENDS if ranks == 1 else ""
             pool.run(measure_reads, ranks, sheet, backends, mini_batch, ranks <= machine.gpus)

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -131,21 +132,27 @@ def verdict(training: Training, found: list[float], wanted: list[float]) -> tupl
 def report_worlds(machine: Machine, sheet: Sheet) -> None:
     """Wrong: a world that fails, or exchanges in another way than it must, and weights that differ by more."""
     sheet.head(f"world | exchange | {' | '.join(TRAININGS)}", words=2 + len(TRAININGS))
-    with seeing(1), dl.Pool(1) as pool:
-        ((_, wanted),) = pool.run(try_world, 1, "")
-    for plan in plan_worlds(machine.gpus):
-        backends = OWN_BACKENDS if plan.ranks == 1 else ""
-        try:
-            with seeing(plan.visible), dl.Pool(plan.ranks) as pool:
-                results = pool.run(try_world, plan.ranks, backends)
-        except (RuntimeError, dl.RankFailed) as error:
-            traceback.print_exc()
-            sheet.judge(plan.name, (str(error).splitlines() or ["no message"])[0])
-            continue
-        said, _ = results[0]
-        verdicts = [
-            verdict(training, found[name], wanted[name]) for name, training in TRAININGS.items() for _, found in results
-        ]
-        sheet.row(plan.name, said, *(verdicts[number * plan.ranks][0] for number in range(len(TRAININGS))))
-        sheet.judge(plan.name, "" if ("nccl" in said) == plan.nccl else f"the exchange is {said}")
-        sheet.judge(plan.name, ", ".join({words for words, is_right in verdicts if not is_right}))
+    wanted: dict[str, list[float]] = {}
+    for visible, alike in groupby(plan_worlds(machine.gpus), lambda plan: plan.visible):
+        plans = list(alike)
+        with seeing(visible), dl.Pool(max(plan.ranks for plan in plans)) as pool:
+            wanted = wanted or pool.run(try_world, 1, "")[0][1]
+            for plan in plans:
+                report_world(plan, pool, wanted, sheet)
+
+
+def report_world(plan: WorldPlan, pool: dl.Pool, wanted: dict[str, list[float]], sheet: Sheet) -> None:
+    """Write the row of a world, and what is wrong with it."""
+    try:
+        results = pool.run(try_world, plan.ranks, OWN_BACKENDS if plan.ranks == 1 else "")
+    except (RuntimeError, dl.RankFailed) as error:
+        traceback.print_exc()
+        sheet.judge(plan.name, (str(error).splitlines() or ["no message"])[0])
+        return
+    said, _ = results[0]
+    verdicts = [
+        verdict(training, found[name], wanted[name]) for name, training in TRAININGS.items() for _, found in results
+    ]
+    sheet.row(plan.name, said, *(verdicts[number * plan.ranks][0] for number in range(len(TRAININGS))))
+    sheet.judge(plan.name, "" if ("nccl" in said) == plan.nccl else f"the exchange is {said}")
+    sheet.judge(plan.name, ", ".join({words for words, is_right in verdicts if not is_right}))

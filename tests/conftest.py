@@ -38,7 +38,7 @@ from tests.support.tiers import ALL_ITEMS, combinations, mark_tiers
 USUAL_RANKS = 3
 MOST_RANKS = 8
 NPUS = 4
-SWEEP_PLACES, SWEEP_RANKS = 2, 2
+SWEEP_RANKS = 2
 settings.register_profile(
     "fixed",
     derandomize=True,
@@ -252,13 +252,10 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_pools(pool: Pool) -> Iterator[list[Pool]]:
-    """Pools of two ranks for two places of a sweep: a new process takes seconds to import torch."""
-    pools = [Pool(SWEEP_RANKS) for _ in range(SWEEP_PLACES)]
-    for number, one in enumerate(pools):
-        one.run(os.getpid, SWEEP_RANKS - number)  # the second one is used for single ranks
-    yield pools
-    for one in pools:
-        one.close()
+    """Pools for two places of a sweep, the usual one and one more rank: a new process takes seconds to import torch."""
+    with Pool(1) as other:
+        other.run(os.getpid, 1)
+        yield [pool, other]
 
 
 @pytest.fixture

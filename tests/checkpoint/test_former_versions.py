@@ -41,6 +41,7 @@ def test_a_former_trace_is_read_beside_that_of_the_run_that_goes_on(on_ranks: On
     assert f"steps 0 to {ALL[-1]}" in lines[1]
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_former_sweep_grows_and_keeps_its_trial(tmp_path: Path) -> None:
     folder = former_sweep(tmp_path)
     rows = (folder / "trials" / "0000" / "rows.jsonl").read_bytes()

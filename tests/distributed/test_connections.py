@@ -71,13 +71,12 @@ def test_a_group_whose_sum_was_not_woken_is_kept_until_it_is(on_ranks: OnRanks) 
 
 
 @pytest.mark.slow
-def test_a_worker_that_keeps_a_group_is_replaced() -> None:
-    with Pool(2) as pool:
-        first = pool.run(os.getpid, 2)
-        assert pool.run(leave_a_sum_behind, 2, False) == [True, False]
-        second = pool.run(os.getpid, 2)
-        assert second[0] != first[0]
-        assert second[1] == first[1]
+def test_a_worker_that_keeps_a_group_is_replaced(pool: Pool) -> None:
+    first = pool.run(os.getpid, 2)
+    assert pool.run(leave_a_sum_behind, 2, False) == [True, False]
+    second = pool.run(os.getpid, 2)
+    assert second[0] != first[0]
+    assert second[1] == first[1]
 
 
 joined = partial(dl.join_world, exchange="gloo")

@@ -34,7 +34,7 @@ REPORT_S = 15.0  # added to the timeout: a roll call takes 2 s, and other proces
 
 @dataclass
 class Hosts:
-    """Runs a job under one launcher on each host, with the c10d rendezvous.
+    """Runs a job under one launcher on each host, with the c10d rendezvous. Its updates are by hand: cheap starts.
 
     Attributes:
         wires: between the hosts.
@@ -57,7 +57,7 @@ class Hosts:
             f"--rdzv-conf=is_host={int(host == 0)},{times}",
         ]  # fmt: skip
         script = [str(ROOT / "tests/faults/job.py"), job.run, job.marks]
-        options = [f"--epochs={job.epochs}", f"--timeout_s={job.timeout_s}"]
+        options = [f"--epochs={job.epochs}", f"--timeout_s={job.timeout_s}", "--by_hand"]
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
         if ":" in nodes:
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in launch/elastic.sh, which explains it
@@ -123,7 +123,7 @@ def begun(hosts: Hosts, job: Job, number: int, nodes: str, restarts: int = 3) ->
 
 def on_one_host(pool: Pool, folder: Path, epochs: int = EPOCHS) -> str:
     """The digest of the undisturbed job's weights."""
-    return pool.run(make_job(folder, "one host", epochs=epochs), 3)[0][1]
+    return pool.run(make_job(folder, "one host", epochs=epochs, by_hand=True), 3)[0][1]
 
 
 def rows_of(job: Job) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
@@ -60,11 +62,21 @@ def results_in(printed: str) -> list[Result]:
 def results_of_peer(script: str) -> tuple[list[Result], list[Result]]:
     """The results of a script without ddp_loop, with the whole data as one mini-batch and as it is.
 
-    Each on 2 new ranks: libraries keep global state, and torch's groups of both would have the same keys in a store.
+    On 2 new ranks, which no other script uses: libraries keep global state.
     """
-    with mock.patch.dict(os.environ, FABRIC if script == "fabric" else {}):
-        whole, usual = (dl.launch(run_script, 2, "before", script, *words) for words in (WHOLE, ()))
+    with mock.patch.dict(os.environ, FABRIC if script == "fabric" else {}), dl.Pool(2) as pool:
+        whole, usual = (pool.run(run_peer, 2, script, *words) for words in (WHOLE, ()))
     return results_in("".join(whole)), results_in("".join(usual))
+
+
+def run_peer(script: str, *arguments: str) -> str:
+    """The output of a script without ddp_loop on this rank, which then has no group and no state of Accelerate's."""
+    printed = run_script("before", script, *arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if script == "accelerated":
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+    return printed
 
 
 @pytest.fixture(scope="module")

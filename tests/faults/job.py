@@ -16,6 +16,7 @@ import os
 import random
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from ddp_loop.determinism import digest, leaves
+from tests.support.updates import Momentum
 
 STAGES = ("", "start", "data", "forward", "backward", "fold", "optimizer", "save", "evaluate", "rows")
 FINAL = "final.json"
@@ -160,6 +162,12 @@ def final_digest(state: dict[str, object]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def move(updates: Mapping[str, Any]) -> None:
+    """Make the step of an optimizer, and of its schedule."""
+    for one in updates.values():
+        one.step()
+
+
 @dataclass(frozen=True)
 class Job:
     """How the job is made; the same numbers give the same bits.
@@ -172,6 +180,7 @@ class Job:
         evaluate_s: what an evaluation after each epoch takes, about; 0 for none.
         attempt: what the marks shall say; 0 for torchrun's count of restarts, plus 1.
         timeout_s: of the world.
+        by_hand: whether it has no optimizer of torch, whose import is nearly half of a start, and no schedule.
     """
 
     run: str
@@ -182,6 +191,7 @@ class Job:
     evaluate_s: float = 0.0
     attempt: int = 0
     timeout_s: float = 60.0
+    by_hand: bool = False
 
     def __call__(self) -> tuple[int, str]:
         """Train; the last iteration and the digest of the state. Every rank must call this."""
@@ -194,15 +204,19 @@ class Job:
             world.__class__ = MarkedWorld
             return self._train(world, mark)
 
+    def _updates(self, model: nn.Module) -> dict[str, Any]:
+        """What moves the weights."""
+        if self.by_hand:
+            return {"optimizer": Momentum(model.parameters(), 0.01)}
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)}
+
     def _train(self, world: dl.World, mark: Mark) -> tuple[int, str]:
         dwell = Dwell(world)
         model = network()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+        updates = self._updates(model)
         notes, plain = Notes(dwell), {"steps": 0, "last": [0.0]}
-        state: dict[str, object] = {
-            "model": model, "optimizer": optimizer, "schedule": schedule, "notes": notes, "plain": plain
-        }  # fmt: skip
+        state: dict[str, object] = {"model": model, **updates, "notes": notes, "plain": plain}
         options: dict[str, Any] = {"num_workers": self.workers} if self.workers else {}
         batches = dl.Batches(Digits(240, _DWELL_S / 2), 24, world, shards=SHARDS, **options)
         test = dl.Batches(Digits(96, self.evaluate_s / 96), 12, world, shards=SHARDS, shuffle=False)
@@ -225,8 +239,7 @@ class Job:
                     if Path(self.marks, SLOW).exists():
                         time.sleep(_SLOW_STEP_S)
                     dwell("optimizer", 4 * _DWELL_S)
-                    optimizer.step()
-                    schedule.step()
+                    move(updates)
                     notes.values["drawn"] += random.random() + np.random.rand() + float(torch.rand(()))
                     plain.update(steps=step.iteration, last=[row.loss.item()])
             except dl.Stopped as error:  # in a loop; in an evaluation there is no result
@@ -251,4 +264,5 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=getattr(Job, name))
     for name in ("evaluate_s", "timeout_s"):
         parser.add_argument(f"--{name}", type=float, default=getattr(Job, name))
+    parser.add_argument("--by_hand", action="store_true")
     Job(**vars(parser.parse_args()))()

@@ -27,7 +27,6 @@ import torch
 import ddp_loop as dl
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
-torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
 with dl.join_world(seed=0) as world:
     model = torch.nn.Linear(4, 1)
     batches = dl.Batches(torch.ones(8, 4), 8, world)

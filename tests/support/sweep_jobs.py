@@ -13,6 +13,7 @@ import ddp_loop as dl
 from ddp_loop.reporting import trial_folder
 from tests.support.harness import until
 from tests.support.trials import trial
+from tests.support.updates import Momentum
 
 UPDATES, SAVE_EVERY, STANDS_AT = 12, 3, 8
 STANDS_S = 120.0
@@ -24,7 +25,7 @@ def train(rate: float, run_dir: str, stands: float | None = None) -> float:
     """Train a small network; the trial of this rate pauses once, until its run is asked to stop."""
     with dl.join_world(seed=0) as world:
         model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+        optimizer = Momentum(model.parameters(), rate)
         inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
         batches = dl.Batches((inputs, inputs.sum(1, keepdim=True)), 8, world, shuffle=True)
         state: dict[str, object] = {"model": model, "optimizer": optimizer}

@@ -21,6 +21,7 @@ from ddp_loop.checkpoint import CHECKPOINTS, read_json
 from ddp_loop.determinism import digest, leaves
 from tests.support.harness import until
 from tests.support.paths import ROOT
+from tests.support.updates import Momentum
 
 INTERVALS, UPDATES, FINAL, BEGAN = "intervals.jsonl", "updates.txt", "final.json", "began"
 MARK = "DDP_LOOP_SWEEP_TEST"  # in the environment of a sweep's processes: identifies those that are left
@@ -52,7 +53,7 @@ def train(
     with dl.join_world(seed=7) as world:
         inputs = torch.randn(24, width, generator=torch.Generator().manual_seed(1))
         model = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.2), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+        optimizer = Momentum(model.parameters(), rate)
         batches = dl.Batches(inputs, 6, world, shards=2)
         state = {"model": model, "optimizer": optimizer}
         loop = dl.Loop(

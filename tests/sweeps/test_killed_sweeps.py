@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import ddp_loop as dl
+from ddp_loop.distributed import Pool
 from ddp_loop.reporting import trial_folder
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import MOMENT_S, until
@@ -73,10 +73,12 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """The digests of the trials of the same sweep, undisturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "s"
-    return [final(one.folder) for one in dl.sweep(train, {"rate": RATES}, folder, slots=2, keywords=KEYWORDS)]
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The digests of the trials, each trained alone and undisturbed."""
+    runs = [tmp_path_factory.mktemp("undisturbed") for _ in RATES]
+    for run, rate in zip(runs, RATES, strict=True):
+        pool.run(train, 1, rate, run_dir=str(run), **KEYWORDS)
+    return [final(run) for run in runs]
 
 
 def described(folder: Path, **more: str) -> str:

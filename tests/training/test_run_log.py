@@ -18,6 +18,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
+from ddp_loop.distributed import Pool
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, loss_of, network, samples
 from tests.support.training import take
@@ -177,10 +178,10 @@ def test_a_table_of_a_step_that_is_made_again_reaches_the_sinks_again(on_ranks: 
 @pytest.mark.covers("J7")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [1, 6])
-def test_a_run_that_is_killed_and_resumes_has_each_value_once(kill_at: int, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_resumes_has_each_value_once(kill_at: int, pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(dl.RankFailed):
-        dl.launch(train, 2, str(tmp_path), None, kill_at)
-    dl.launch(train, 2, str(tmp_path))
+        pool.run(train, 2, str(tmp_path), None, kill_at)
+    pool.run(train, 2, str(tmp_path))
     check_folder(tmp_path)
 
 
