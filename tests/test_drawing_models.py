@@ -18,6 +18,8 @@ from tests.support.comparing import Tensors, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
 
+pytestmark = pytest.mark.covers("B8")
+
 
 class Drawing(nn.Module):
     """Dropout that is kept on, and noise, also while evaluating."""
@@ -53,7 +55,7 @@ def evaluated(shards: int | None) -> Found:
         return errors, predicted, [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-@pytest.mark.covers("B8", "H7")
+@pytest.mark.covers("H7")
 @pytest.mark.both_exchanges
 @pytest.mark.parametrize("shards", [6, None])
 def test_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(shards: int | None, on_ranks: OnRanks) -> None:
@@ -62,7 +64,6 @@ def test_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(shards: int
         assert on_ranks(ranks, evaluated, shards) == [alone] * ranks
 
 
-@pytest.mark.covers("B8")
 def test_the_streams_stand_alike_afterwards(on_ranks: OnRanks) -> None:
     with dl.join_world(seed=2):
         Drawing()
@@ -73,7 +74,6 @@ def test_the_streams_stand_alike_afterwards(on_ranks: OnRanks) -> None:
         assert found[0][2] == untouched
 
 
-@pytest.mark.covers("B8")
 def test_each_evaluation_draws_anew(on_ranks: OnRanks) -> None:
     [(errors, predicted, _)] = on_ranks(1, evaluated, 6)
     assert errors[0] != errors[1]

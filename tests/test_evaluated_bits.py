@@ -15,6 +15,8 @@ from torch.utils.data import IterableDataset
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 
+pytestmark = pytest.mark.covers("B8")
+
 FEATURES, CLASSES = 37, 5
 RANKS = (1, 2, 3, 5)
 
@@ -142,7 +144,6 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("kind", ["tensors", "shuffled", "stream", "workers", "local", "own", "shares", "drawing"])
 @pytest.mark.parametrize(
     ("size", "batch_size", "dtype"),
@@ -185,7 +186,7 @@ def stopped_early() -> tuple[list[float], int, str]:
         return found, patience.best, hashlib.sha256(weights).hexdigest()
 
 
-@pytest.mark.covers("B5", "B8")
+@pytest.mark.covers("B5")
 @pytest.mark.slow
 def test_early_stopping_ends_at_the_same_epoch_with_the_same_weights_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     [alone] = on_ranks(1, stopped_early)
@@ -212,7 +213,6 @@ def sequences_evaluated(lanes: int) -> str:
         return hashlib.sha256(repr(found).encode() + bytes_of(predicted)).hexdigest()
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("lanes", [3, 13])
 @pytest.mark.slow
 def test_sequences_too(lanes: int, on_ranks: OnRanks) -> None:
@@ -233,7 +233,6 @@ def pieces(size: int, batch_size: int, shares: list[float] | None) -> list[int]:
         return found
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize(("size", "batch_size"), [(501, 100), (1000, 96), (100, 100), (64, 4), (5, 8)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.slow
@@ -247,7 +246,6 @@ def test_a_rank_needs_no_more_memory_than_for_a_shard_of_its_own_and_no_rank_wai
     assert sum(map(sum, results)) == size
 
 
-@pytest.mark.covers("B8")
 def test_a_share_is_a_rank_s_part_of_the_pieces(on_ranks: OnRanks) -> None:
     results = on_ranks(3, pieces, 1000, 100, [0.41, 0.0, 0.59])
     assert [len(found) for found in results] == [32, 0, 48]  # of 80; 32.8 and 47.2 would be exact

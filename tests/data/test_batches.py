@@ -110,14 +110,6 @@ def test_the_last_partial_mini_batch_is_kept_unless_dropped() -> None:
         assert (str(kept.unused), str(dropped.unused)) == ("0 samples", "2 samples")
 
 
-@pytest.mark.covers("C6")
-def test_a_mini_batch_larger_than_the_data_has_all_samples() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(numbers(5), 100, world, shards=2)
-        assert [len(indices) for indices in places(batches, 1).values()] == [3, 2]
-        assert batches.sizes(0) == (3, 2)
-
-
 def test_a_late_position_needs_no_iteration() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(lambda i: i, 3, world)

@@ -17,6 +17,7 @@ from ddp_loop.data import ReadAhead, placement
 from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
 from tests.support.harness import OnRanks
+from tests.support.sources import Mapped
 
 pytestmark = pytest.mark.covers("A9", "J18")
 
@@ -233,17 +234,9 @@ def test_data_of_a_gpu_stay_there(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, give_data_of_a_gpu) == [["cuda", "cpu"]]
 
 
-class Held(torch.utils.data.Dataset[torch.Tensor]):
+def held(device: torch.device) -> Mapped:
     """A small data set that the script keeps on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rows = torch.arange(12.0, device=device).view(6, 2)
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.rows[index]
+    return Mapped(6, torch.arange(12.0, device=device).view(6, 2).__getitem__)
 
 
 ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
@@ -251,7 +244,7 @@ ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
 
 def read_a_data_set_of_a_gpu() -> tuple[list[str], list[list[float]]]:
     with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(Held(world.device), 4, world, shuffle=False)
+        batches = dl.Batches(held(world.device), 4, world, shuffle=False)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         return [str(rows.device) for rows in shards], [rows.flatten().tolist() for rows in shards]
 
@@ -262,8 +255,7 @@ def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks) -> No
 
 def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[float]], bool]:
     with dl.join_world(device="gpu", seed=0) as world:
-        data = Held(torch.device("cpu"))
-        batches = dl.Batches(data, 4, world, shuffle=False, devices="cpu", num_workers=workers)
+        batches = dl.Batches(held(torch.device("cpu")), 4, world, shuffle=False, devices="cpu", num_workers=workers)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         is_pinned = [rows.is_pinned() for rows in shards]
         assert not isinstance(batches._reader, StreamReader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
 from tests.support.own_data import Own, made_steps, own_stream
-from tests.support.refusals import ALL, Refused, network, samples
+from tests.support.refusals import ALL, Refused, does_it, network, samples
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -59,19 +57,13 @@ def train(
     list(made_steps(batches, model, epochs))
 
 
-def refusals() -> list[str]:
-    found = []
-    for culprit, options, others, _ in CASES:
-        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
-            train(world, **(options if culprit in (ALL, world.rank) else others))
-        found.append(str(refused.value))
-    return found
+def disagree(world: dl.World, folder: str, culprit: int, options: Options, others: Options) -> None:
+    train(world, **(options if does_it(world, culprit) else others))
 
 
-def test_ranks_that_disagree_and_parts_that_give_nothing_are_refused(on_ranks: OnRanks) -> None:
-    for found in on_ranks(2, refusals):
-        for (_, options, _, said), text in zip(CASES, found, strict=True):
-            assert re.search(said, text), f"{options}: {text}"
+def test_ranks_that_disagree_and_parts_that_give_nothing_are_refused(refused: Refused) -> None:
+    for culprit, options, others, said in CASES:
+        refused(2, disagree, culprit, options, others, kind="ValueError", said=said, by=ALL)
 
 
 class Broken(Own):

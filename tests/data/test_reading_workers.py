@@ -7,32 +7,28 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from multiprocessing import util
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import ddp_loop as dl
 from ddp_loop.data import readers as reading
 from ddp_loop.distributed import children_except
 from tests.support.harness import MOMENT_S, OnRanks, child_processes
 from tests.support.runs import LONG_S
-from tests.support.sources import SIZE, WORKERS, Images
+from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Mapped
 
 # -- randomness while reading ----------------------------------------------------------------------------------
 
 
-class Noisy(Dataset[Any]):
-    """Sample i is i plus three draws."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[int, float, float, torch.Tensor]:
-        return index, random.gauss(0.0, 1.0), np.random.randn(), torch.rand((), dtype=torch.float64)
+def noisy(index: int) -> tuple[int, float, float, torch.Tensor]:
+    """The number and three draws."""
+    return index, random.gauss(0.0, 1.0), np.random.randn(), torch.rand((), dtype=torch.float64)
 
 
 Draws = dict[int, tuple[float, ...]]
@@ -42,7 +38,7 @@ def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, An
     """The draws of this rank, by sample."""
     with dl.join_world(seed=3) as world:
         found: Draws = {}
-        for loaded in dl.Batches(Noisy(), batch_size, world, shards=shards, **options).epoch(epoch + 1):
+        for loaded in dl.Batches(Mapped(SIZE, noisy), batch_size, world, shards=shards, **options).epoch(epoch + 1):
             for number, _ in enumerate(loaded.mini_batch.shards):
                 index, *values = loaded.data(number)
                 rows = zip(*(value.tolist() for value in values), strict=True)
@@ -71,7 +67,7 @@ def test_reading_leaves_the_random_state_of_the_process(workers: str) -> None:
     with dl.join_world(seed=3) as world:
         expected = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(6)]
     with dl.join_world(seed=3) as world:
-        batches, found = dl.Batches(Noisy(), 4, world, **WORKERS[workers]), []
+        batches, found = dl.Batches(Mapped(SIZE, noisy), 4, world, **WORKERS[workers]), []
         for epoch in (0, 1):
             for loaded in batches.epoch(epoch + 1):
                 loaded.data(0)
@@ -140,13 +136,11 @@ def test_persistent_workers_refuse_a_second_epoch_before_the_first_ends() -> Non
             next(training).data(0)
 
 
-class Torn(Images):
-    """One of its samples cannot be read."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5:
-            raise OSError("the file is torn")
-        return super().__getitem__(index)
+def torn(index: int) -> torch.Tensor:
+    """One sample cannot be read."""
+    if index == 5:
+        raise OSError("the file is torn")
+    return INPUTS[index]
 
 
 @pytest.mark.parametrize("workers", ["two", "two that persist"])
@@ -155,29 +149,22 @@ def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str
         before = child_processes()
         options = WORKERS[workers]
         with pytest.raises(OSError, match="the file is torn") as caught:
-            [loaded.data(0) for loaded in dl.Batches(Torn(), 2, world, **options).epoch(1)]
+            [loaded.data(0) for loaded in dl.Batches(Mapped(SIZE, torn), 2, world, **options).epoch(1)]
         assert caught.value.__traceback__ is not None
         assert child_processes() == before
 
 
-class Unsendable(Dataset[Any]):
+def unsendable(raises: bool, index: int) -> Any:
     """Sample 3 cannot be pickled, or raises an error that cannot."""
 
-    def __init__(self, raises: bool) -> None:
-        self._raises = raises
+    class Local(Exception):
+        pass
 
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        class Local(Exception):
-            pass
-
-        if index < 3:
-            return index
-        if self._raises:
-            raise Local("the file is torn")
-        return Local
+    if index < 3:
+        return index
+    if raises:
+        raise Local("the file is torn")
+    return Local
 
 
 def as_they_are(samples: list[Any]) -> list[Any]:
@@ -190,7 +177,9 @@ def test_what_a_worker_cannot_pickle_is_an_error_and_no_wait(raises: bool) -> No
     kind, said = (RuntimeError, "the file is torn") if raises else (TypeError, "cannot be pickled .*Local")
     with dl.join_world() as world:
         before = child_processes()
-        batches = dl.Batches(Unsendable(raises), 2, world, shuffle=False, check_data=False, **options)
+        batches = dl.Batches(
+            Mapped(4, partial(unsendable, raises)), 2, world, shuffle=False, check_data=False, **options
+        )
         mini_batches = batches.epoch(1)
         assert next(mini_batches).data(0) == [0, 1]
         with pytest.raises(kind, match=said):

@@ -24,6 +24,8 @@ from ddp_loop.determinism import deterministic, require_pinned
 from ddp_loop.determinism.settings import require_unstarted
 from tests.support.harness import OnRanks
 
+pytestmark = pytest.mark.covers("H3")
+
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -87,7 +89,6 @@ FORMER: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 }
 
 
-@pytest.mark.covers("H3")
 @pytest.mark.parametrize("former", FORMER)
 def test_the_block_sets_and_restores_every_setting(former: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FORMER[former](monkeypatch)
@@ -115,7 +116,6 @@ def test_settings_that_are_already_deterministic_stay(monkeypatch: pytest.Monkey
         assert settings() == {**SWITCHED, "CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "ring"}
 
 
-@pytest.mark.covers("H3")
 def test_the_block_yields_the_settings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with deterministic() as former, deterministic() as inner:
@@ -139,7 +139,6 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-@pytest.mark.covers("H3")
 def test_the_generators_are_seeded_and_restored_after_the_block() -> None:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     undisturbed = [draw() for _ in range(2)]
@@ -182,7 +181,6 @@ def unpool() -> None:
     nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long), [2, 2])
 
 
-@pytest.mark.covers("H3")
 @pytest.mark.parametrize(("operation", "name"), [(put, "put_"), (unpool, "max_unpooling2d_forward_out")])
 def test_a_nondeterministic_operation_raises_with_its_name_and_the_remedy(
     operation: Callable[[], None], name: str
@@ -304,7 +302,6 @@ def train_thrice(seed: int | None, device: str = "cpu") -> list[str]:
     return hashes
 
 
-@pytest.mark.covers("H3")
 @pytest.mark.slow
 def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_seed(on_ranks: OnRanks) -> None:
     first, other = on_ranks(2, train_thrice, 7)
@@ -316,7 +313,6 @@ def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_s
 
 
 @pytest.mark.gpu
-@pytest.mark.covers("H3")
 def test_two_runs_of_training_give_equal_bits_on_a_gpu() -> None:
     with deterministic(7):  # before the process's first matrix product, when torch reads the variable
         assert len(set(train_thrice(7, "gpu"))) == 1

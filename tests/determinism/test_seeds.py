@@ -15,13 +15,14 @@ from ddp_loop.determinism import next_key, next_keys, splitmix64
 from tests.support.harness import OnRanks
 from tests.support.training import train as plain_training
 
+pytestmark = pytest.mark.covers("H1")
+
 
 def draw(seed: int) -> tuple[float, float, float]:
     with dl.join_world(seed=seed):
         return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-@pytest.mark.covers("H1")
 def test_one_seed_starts_all_generators_alike_on_every_rank(on_ranks: OnRanks) -> None:
     first, second = on_ranks(2, draw, 3)
     assert first == second == on_ranks(1, draw, 3)[0]
@@ -78,7 +79,6 @@ def train_noisily(seed: int) -> dict[str, Any]:
     return {"weights": start, "order": order, "noise": noise, "trained": end}
 
 
-@pytest.mark.covers("H1")
 def test_one_seed_fixes_weights_and_order_and_noise_and_dropout(on_ranks: OnRanks) -> None:
     runs = [on_ranks(2, train_noisily, 5) for _ in range(2)]
     assert runs[0] == runs[1]
@@ -99,7 +99,6 @@ def masks_by_shard() -> list[tuple[float, ...]]:
     return masks
 
 
-@pytest.mark.covers("H1")
 def test_each_shard_of_each_step_has_its_own_dropout_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     alone = on_ranks(1, masks_by_shard)[0]
     assert len(set(alone)) == len(alone) == 12
@@ -115,7 +114,6 @@ def drawn_after_folds(shards: int) -> list[float]:
     return plain_training(model, loss, torch.ones(7, 2), 3, shards=shards, after_fold=lambda *_: torch.rand(()).item())
 
 
-@pytest.mark.covers("H1")
 def test_draws_after_the_fold_are_the_same_on_every_rank_and_differ_from_step_to_step(on_ranks: OnRanks) -> None:
     # One rank has two shards of a step, or one where the other has none.
     first, second = on_ranks(2, drawn_after_folds, 3)

@@ -17,7 +17,7 @@ from tests.support.comparing import Tensors, is_close, is_same, same_on_all, sta
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
 
-pytestmark = pytest.mark.on_gpus_too
+pytestmark = [pytest.mark.covers("J1"), pytest.mark.on_gpus_too]
 
 SIZE = 9
 
@@ -133,7 +133,6 @@ def train(
 
 
 @pytest.mark.quick_on_gpus
-@pytest.mark.covers("J1")
 @pytest.mark.parametrize("kind", NORMS)
 def test_one_shard_has_the_bits_of_torchs_own_loop(kind: str, on_ranks: OnRanks) -> None:
     (found,) = on_ranks(1, train, kind, None)
@@ -141,7 +140,6 @@ def test_one_shard_has_the_bits_of_torchs_own_loop(kind: str, on_ranks: OnRanks)
 
 
 @pytest.mark.slow
-@pytest.mark.covers("J1")
 @pytest.mark.parametrize("kind", NORMS)
 def test_four_shards_have_the_bits_of_two_forwards_on_1_2_and_3_ranks(kind: str, on_ranks: OnRanks) -> None:
     (wanted,) = on_ranks(1, train, kind, 4, crosses=False)
@@ -149,7 +147,6 @@ def test_four_shards_have_the_bits_of_two_forwards_on_1_2_and_3_ranks(kind: str,
         assert is_same(same_on_all(on_ranks(ranks, train, kind, 4)), wanted)
 
 
-@pytest.mark.covers("J1")
 def test_synced_batch_norm_equals_the_plain_loop_over_whole_mini_batches(on_ranks: OnRanks) -> None:
     count = 2 * SIZE + 2  # the last 2 leave the third rank without samples
     found = same_on_all(on_ranks(3, train, "batch norm", None, is_synced=True, count=count))
