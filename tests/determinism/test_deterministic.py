@@ -199,35 +199,30 @@ def test_other_errors_leave_the_block_as_they_are() -> None:
     assert not hasattr(raised.value, "__notes__")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("CUBLAS_WORKSPACE_CONFIG", ":4096:2"),
-        ("NCCL_ALGO", "NVLS"),
-        ("NCCL_ALGO", "Ring,Tree"),
-        ("NCCL_ALGO", "^NVLS"),
-        ("NCCL_PROTO", "LL128"),
-        ("NCCL_NVLS_ENABLE", "2"),
-    ],
-)
-def test_a_variable_that_contradicts_is_refused_before_anything_is_changed(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    before, stream = settings(), torch.get_rng_state()
-    message = rf"needs {name}={VARIABLES[name]}.*\. Got {name}={re.escape(value)}. Unset it"
-    with pytest.raises(ValueError, match=message):
-        deterministic().__enter__()
-    assert settings() == before
+CONTRADICTING = {
+    "CUBLAS_WORKSPACE_CONFIG": [":4096:2"],
+    "NCCL_ALGO": ["NVLS", "Ring,Tree", "^NVLS"],
+    "NCCL_PROTO": ["LL128"],
+    "NCCL_NVLS_ENABLE": ["2"],
+}
+
+
+def test_what_contradicts_is_refused_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = torch.get_rng_state()
+    for name, value in ((name, value) for name, values in CONTRADICTING.items() for value in values):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            before = settings()
+            message = rf"needs {name}={VARIABLES[name]}.*\. Got {name}={re.escape(value)}. Unset it"
+            with pytest.raises(ValueError, match=message):
+                deterministic().__enter__()
+            assert settings() == before
+    seeds: list[Any] = ["0", 1.0, True, 2**64, -(2**63) - 1]
+    for seed in seeds:
+        with pytest.raises(ValueError, match="seed must be a whole number"):
+            deterministic(seed).__enter__()
+    assert settings() == dict.fromkeys(SWITCHED, False) | dict.fromkeys(VARIABLES) | {"fill": True}
     assert torch.equal(torch.get_rng_state(), stream)
-
-
-@pytest.mark.parametrize("seed", ["0", 1.0, True, 2**64, -(2**63) - 1])
-def test_a_seed_that_is_not_a_whole_number_of_64_bits_is_refused(seed: Any) -> None:
-    before = settings()
-    with pytest.raises(ValueError, match="seed must be a whole number"):
-        deterministic(seed).__enter__()
-    assert settings() == before
 
 
 def test_nccl_must_not_have_been_started_before_the_block() -> None:

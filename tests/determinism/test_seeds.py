@@ -13,6 +13,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.determinism import next_key, next_keys, splitmix64
 from tests.support.harness import OnRanks
+from tests.support.sources import Mapped
 from tests.support.training import train as plain_training
 
 pytestmark = pytest.mark.covers("H1")
@@ -50,15 +51,10 @@ def test_tensors_are_mixed_as_keys_are() -> None:
     assert [word % 2**64 for word in splitmix64(signed, one).tolist()] == expected
 
 
-class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Samples with noise from all three generators."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        noise = torch.randn(5) + random.random() + float(np.random.rand())
-        return torch.full((5,), float(index)) / 20 + noise, index % 3
+def noisy(index: int) -> tuple[torch.Tensor, int]:
+    """Noise from all three generators."""
+    noise = torch.randn(5) + random.random() + float(np.random.rand())
+    return torch.full((5,), float(index)) / 20 + noise, index % 3
 
 
 def train_noisily(seed: int) -> dict[str, Any]:
@@ -67,7 +63,7 @@ def train_noisily(seed: int) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(world.device)
         start = [tensor.tolist() for tensor in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = dl.Batches(Noisy(), 8, world, shards=4)
+        batches = dl.Batches(Mapped(20, noisy), 8, world, shards=4)
         for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
             for inputs, labels in step:
                 order.append(labels.tolist())
@@ -104,33 +100,3 @@ def test_each_shard_of_each_step_has_its_own_dropout_on_any_number_of_ranks(on_r
     assert len(set(alone)) == len(alone) == 12
     left, right = on_ranks(2, masks_by_shard)
     assert [mask for k in range(3) for mask in (*left[2 * k : 2 * k + 2], *right[2 * k : 2 * k + 2])] == alone
-
-
-def drawn_after_folds(shards: int) -> list[float]:
-    def loss(model: Any, rows: torch.Tensor) -> Any:
-        return nn.functional.dropout(model(rows)).mean()
-
-    model = nn.Linear(2, 1)
-    return plain_training(model, loss, torch.ones(7, 2), 3, shards=shards, after_fold=lambda *_: torch.rand(()).item())
-
-
-def test_draws_after_the_fold_are_the_same_on_every_rank_and_differ_from_step_to_step(on_ranks: OnRanks) -> None:
-    # One rank has two shards of a step, or one where the other has none.
-    first, second = on_ranks(2, drawn_after_folds, 3)
-    assert first == second == on_ranks(1, drawn_after_folds, 3)[0]
-    assert len(set(first)) == len(first) == 3
-
-
-JOBS = [(10, 4, None), (1, 4, None), (13, 2, 1), (7, 3, 5)]  # samples, batch size, shards
-
-
-def count_updates() -> list[int]:
-    return [
-        len(plain_training(nn.Linear(2, 1), data=torch.ones(samples, 2), batch_size=size, shards=shards, epochs=3))
-        for samples, size, shards in JOBS
-    ]
-
-
-@pytest.mark.covers("D2")
-def test_every_rank_makes_the_same_number_of_updates_whatever_the_data(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, count_updates) == [[3 * -(-samples // size) for samples, size, _ in JOBS]] * 3
