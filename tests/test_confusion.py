@@ -11,7 +11,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.images import images, network
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 
 SIZE = 100
 
@@ -102,7 +102,7 @@ def count(world: dl.World, folder: str, case: str) -> None:
     ],
 )
 def test_what_cannot_be_counted_is_refused_on_every_rank(case: str, said: str, refused: Refused) -> None:
-    refused(2, count, case, kind="ValueError", said=said, by=ALL)
+    refused(2, count, case, kind="ValueError", said=said)
 
 
 def test_equal_outputs_count_as_the_first_and_forward_is_used() -> None:

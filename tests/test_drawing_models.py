@@ -17,6 +17,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("B8")
 
@@ -88,13 +89,8 @@ def trained(
     with dl.join_world(seed=2) as world:
         model = Drawing()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        loop = dl.Loop(
-            dl.Batches(samples(24), 6, world, shards=4),
-            epochs,
-            state={"model": model, "optimizer": optimizer},
-            progress=False,
-            run_dir=folder,
-            resume=True,
+        loop = loop_on(
+            dl.Batches(samples(24), 6, world, shards=4), model, optimizer, epochs=epochs, run_dir=folder, resume=True
         )
         held_out, found = dl.Batches(samples(21), 5, world, shards=4, shuffle=False), {}
 

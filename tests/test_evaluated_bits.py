@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("B8")
 
@@ -169,7 +170,7 @@ def stopped_early() -> tuple[list[float], int, str]:
         train = dl.Batches(rows(48)[:2], 12, world, shards=6)
         held_out = dl.Batches(rows(501)[:2], 100, world, shuffle=False)
         patience, found = dl.EarlyStopping(model, 2), []
-        loop = dl.Loop(train, 30, state={"model": model, "optimizer": optimizer}, progress=False)
+        loop = loop_on(train, model, optimizer, epochs=30)
         for epoch in loop.epochs():
             for step in epoch:
                 for inputs, labels in step:

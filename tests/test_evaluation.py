@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset, default_collate
 import ddp_loop as dl
 from tests.support.harness import OnRanks, child_processes
 from tests.support.images import IMAGES, hits, images, network
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("B8")
 
@@ -460,7 +461,7 @@ def evaluate_differently(world: dl.World, folder: str) -> None:
 
 def test_metrics_that_differ_between_ranks_are_refused_on_every_rank(refused: Refused) -> None:
     said = r"the names of the metrics must be the same.*rank 1 has \['accuracy', 'again'\]"
-    refused(3, evaluate_differently, kind="ValueError", said=said, by=ALL)
+    refused(3, evaluate_differently, kind="ValueError", said=said)
 
 
 def fail_on_rank_1(world: dl.World, folder: str, call: Callable[..., Any]) -> None:
@@ -575,7 +576,7 @@ def merged_after(call: str) -> tuple[bool, bool, int, int, list[float]]:
         model = Evaluated(Merging(), Merging().eval())
         batches = dl.Batches(torch.ones(4, 1, dtype=torch.float64), 4, world)
         losses = []
-        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+        for step in loop_on(batches, model, epochs=2):
             for inputs in step:
                 step.backward(model(inputs).mean())
             losses.append(float(step.fold().loss))

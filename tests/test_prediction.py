@@ -11,7 +11,7 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 
 pytestmark = pytest.mark.covers("B8")
 
@@ -116,5 +116,5 @@ def predict_wider(world: dl.World, folder: str, batch_size: int) -> None:
 def test_rows_of_different_shapes_are_refused_on_every_rank(batch_size: int, refused: Refused) -> None:
     # For example sequences padded by shard. With 6, each rank has one shard, so only all together find the difference.
     said = "rows of one shape and dtype for all shards.*Pad them to one shape"
-    first, second = refused(2, predict_wider, batch_size, kind="ValueError", said=said, by=ALL)
+    first, second = refused(2, predict_wider, batch_size, kind="ValueError", said=said)
     assert first.text == second.text

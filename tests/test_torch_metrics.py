@@ -13,7 +13,8 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
+from tests.support.training import loop_on
 
 CLASSES, SAMPLES = 3, 23
 
@@ -205,7 +206,6 @@ def test_what_cannot_be_merged_is_refused(
         isinstance(given, dict) and not given.keys().isdisjoint({"f1", "per"}),
         kind=kind,
         said=message,
-        by=ALL,
     )
 
 
@@ -220,14 +220,14 @@ def evaluate_others(world: dl.World, folder: str) -> None:
 
 
 def test_metrics_of_other_names_on_another_rank_are_refused(refused: Refused) -> None:
-    refused(2, evaluate_others, kind="ValueError", said="the names of the metrics", by=ALL)
+    refused(2, evaluate_others, kind="ValueError", said="the names of the metrics")
 
 
 def log_evaluation(folder: str) -> None:
     with dl.join_world() as world:
         data, model = data_and_model()
         batches = dl.Batches(data, 7, world, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False):
+        for step in loop_on(batches, model, run_dir=folder):
             for inputs, labels in step:
                 step.backward(nn.functional.cross_entropy(model(inputs), labels))
             step.fold()

@@ -18,8 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 import ddp_loop as dl
 from ddp_loop.data.fingerprints import difference, of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -130,7 +131,7 @@ def train(data: Any, world: dl.World, steps: int | None = None, **options: Any) 
     """Train for some steps, or for one epoch."""
     batches, model = dl.Batches(data, 6, world, **options), nn.Linear(4, 1)
     epochs = 1 if steps is None else None
-    for step in dl.Loop(batches, epochs, steps=steps, state={"model": model}, progress=False):
+    for step in loop_on(batches, model, epochs=epochs, steps=steps):
         for part in step:
             rows = part["x"] if isinstance(part, dict) else part[0]
             step.backward(model(rows.float()).mean())
@@ -160,7 +161,7 @@ def test_ranks_with_different_data_get_an_error_that_names_the_difference(
 ) -> None:
     for kind in kinds:
         said = rf"Every rank must be given the same data; {UNALIKE[kind][1]}.*\. {REMEDY}"
-        refused(2, use, kind, kind="ValueError", said=said, by=ALL)
+        refused(2, use, kind, kind="ValueError", said=said)
 
 
 def train_unchecked() -> None:

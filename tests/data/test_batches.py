@@ -12,6 +12,7 @@ import torch
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.sources import Drawn, Place, numbers, places, squares
+from tests.support.training import loop_on
 
 Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
 
@@ -189,7 +190,7 @@ def test_batches_count_epochs_from_1_as_steps_do() -> None:
     with dl.join_world() as world:
         batches, model = dl.Batches(numbers(10), 4, world), torch.nn.Linear(1, 1)
         places = [batches.mini_batch(epoch, position) for epoch in (1, 2) for position in range(3)]
-        for step, place in zip(dl.Loop(batches, 2, state={"model": model}, progress=False), places, strict=True):
+        for step, place in zip(loop_on(batches, model, epochs=2), places, strict=True):
             for rows in step:
                 assert rows.tolist() == batches.indices(step.epoch, place.start, step.samples).tolist()
                 step.backward(model(rows.float().reshape(-1, 1)).mean())

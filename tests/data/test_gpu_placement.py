@@ -18,6 +18,7 @@ from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
 from tests.support.harness import OnRanks
 from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9", "J18")
 
@@ -80,9 +81,8 @@ class Run:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=True)
         self.batches = dl.Batches(data, BATCH, world, **options)
         self.places, self.arrivals = list[str](), list[int]()
-        state = {"model": self.model, "optimizer": optimizer}
         with Arrivals() as arrivals:
-            for step in dl.Loop(self.batches, steps=steps, state=state, progress=False):
+            for step in loop_on(self.batches, self.model, optimizer, epochs=None, steps=steps):
                 for rows, *others in step:
                     step.backward(loss_of(self.model(rows), *others))
                 step.fold()
@@ -178,7 +178,7 @@ def look_before_training() -> list[str]:
         next(batches.epoch(1)).data(0)
         next(batches.epoch(1)).data(0)
         dl.evaluate(model, batches, loss=loss_of)
-        for step in dl.Loop(batches, steps=2, state={"model": model}, progress=False):
+        for step in loop_on(batches, model, epochs=None, steps=2):
             found.append(place_of(batches))
             for rows, *others in step:
                 step.backward(loss_of(model(rows), *others))

@@ -18,6 +18,7 @@ from tests.support.own_data import made_steps, of_rows, own_stream, rows_of
 from tests.support.refusals import network
 from tests.support.snippets import blocks_of, run_python
 from tests.support.sources import Mapped, Streamed
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -57,7 +58,7 @@ def gathered(counts: list[int]) -> list[tuple[list[int], Tensors]]:
         model = network()
         batches = dl.Batches(own_stream(world, counts), 4, world, partition="local")
         found = []
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for numbers, rows in step:
                 step.hold(model(rows), numbers)
             outputs, numbers = step.gather()
@@ -86,7 +87,7 @@ def in_two_passes(counts: list[int]) -> dict[str, list[tuple[int, bool]]]:
         for until, steps in seen.items():
             model = network()
             batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
-            for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+            for step in loop_on(batches, model, epochs=2):
                 for _ in range(2):
                     for _, rows in step:
                         step.backward(model(rows).square().mean())
@@ -212,7 +213,7 @@ def train_on_foreign(synced: bool) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(own_stream(world, [8, 4]), 4, world, partition="local", collate_fn=Foreign)
         steps = 0
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for batch in step:
                 step.backward(model(batch.rows.to(world.device)).square().mean())
             step.fold()

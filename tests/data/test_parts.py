@@ -15,6 +15,7 @@ from tests.support.harness import OnRanks
 from tests.support.own_data import made_steps, of_rows, row_of, rows_of
 from tests.support.refusals import Refused, network
 from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -90,9 +91,9 @@ def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ra
 def resumed(world: dl.World, folder: str, run: str) -> None:
     data = torch.arange(17), rows_of(list(range(17)))
     batches = dl.Batches(data, 9, world, partition="local")
-    dl.Loop(batches, 3, state={"model": network()}, run_dir=run, progress=False)
+    loop_on(batches, network(), epochs=3, run_dir=run)
 
 
 def test_a_run_with_other_parts_is_refused(on_ranks: OnRanks, refused: Refused, tmp_path: Path) -> None:
     on_ranks(2, trained, str(tmp_path), None, stop_at=1)
-    refused(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3")
+    refused(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3", by=None)

@@ -128,10 +128,10 @@ def test_the_methods_of_a_data_set_take_precedence_over_its_tensors() -> None:
         assert equal(first_of(data(INPUTS, LABELS))[0], inputs)
     assert equal(first_of(Called(INPUTS))[0], 2 * FOUR[0])
     assert equal(first_of(Sized(FOUR))[0], FOUR)
-    for data in (First(INPUTS, LABELS), Subset(First(INPUTS, LABELS), range(4))):
-        inputs, labels = zip(*shards_of(data, 3), strict=True)
-        assert equal(torch.cat(inputs), FOUR)
-        assert equal(torch.cat(labels), CLASSES)
+    for four in (First(INPUTS, LABELS), Subset(First(INPUTS, LABELS), range(4))):
+        shards = shards_of(four, 3)
+        assert equal(torch.cat([rows for rows, _ in shards]), FOUR)
+        assert equal(torch.cat([labels for _, labels in shards]), CLASSES)
 
 
 @pytest.mark.parametrize(

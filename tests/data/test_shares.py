@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ddp_loop as dl
 from ddp_loop.data.shards import Division, split_by_shares
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 from tests.support.sources import Streamed, numbers
 
 pytestmark = pytest.mark.covers("C5")
@@ -126,7 +126,7 @@ def share(world: dl.World, folder: str, of_ranks: Any, options: dict[str, Any]) 
 
 def test_an_invalid_share_and_other_ones_on_another_rank_are_refused_on_every_rank(refused: Refused) -> None:
     for shares, options, said in REFUSED:
-        refused(2, share, (shares, shares), options, kind="ValueError", said=said, by=ALL)
+        refused(2, share, (shares, shares), options, kind="ValueError", said=said)
     for of_ranks in DISAGREEING:
         said = "shares of Batches must be the same on every rank"
-        refused(2, share, of_ranks, {}, kind="ValueError", said=said, by=ALL)
+        refused(2, share, of_ranks, {}, kind="ValueError", said=said)

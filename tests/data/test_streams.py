@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, mean_of, network, samples
+from tests.support.refusals import Refused, mean_of, network, samples
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9")
 
@@ -87,7 +88,7 @@ def trained(as_stream: bool) -> tuple[Tensors, list[tuple[int, bool, float]]]:
         data: Any = Rows(23) if as_stream else (rows, rows.sum(1, keepdim=True))
         batches = dl.Batches(data, 6, world, shards=3, transform=shifted, shuffle=False)
         told = []
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer, epochs=2):
             for inputs, sums in step:
                 step.backward(mse_loss(model(inputs), sums))
             told.append((step.samples, step.is_last_of_epoch, step.fold().loss.item()))
@@ -182,7 +183,7 @@ def test_two_passes_over_a_stream_do_not_disturb_each_other() -> None:
 
 def train_on(world: dl.World, data: Any) -> Iterator[dl.Step]:
     model = network()
-    for step in dl.Loop(dl.Batches(data, 6, world), 2, state={"model": model}, progress=False):
+    for step in loop_on(dl.Batches(data, 6, world), model, epochs=2):
         for inputs, sums in step:
             step.backward(mse_loss(model(inputs), sums))
         step.fold()
@@ -242,7 +243,7 @@ REFUSED: list[tuple[Callable[..., None], tuple[int, ...], str]] = [
 @pytest.mark.covers("D10")
 def test_streams_that_differ_between_ranks_or_do_not_restart_are_refused_on_all(refused: Refused) -> None:
     for use, arguments, said in REFUSED:
-        refused(3, use, *arguments, kind="ValueError", said=said, by=ALL)
+        refused(3, use, *arguments, kind="ValueError", said=said)
 
 
 def read_torn_on_rank_1(world: dl.World, folder: str) -> None:

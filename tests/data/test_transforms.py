@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught, in_world
 from tests.support.refusals import ALL, Refused
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A8")
 
@@ -150,7 +151,7 @@ CHANGES: dict[str, tuple[int, str]] = {  # which rank raises it
 def train_with(world: dl.World, folder: str, kind: str) -> None:
     model = nn.Linear(4, 1)
     batches = dl.Batches((ROWS, torch.arange(SIZE)), 8, world, transform=partial(change, kind, world.rank))
-    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+    for step in loop_on(batches, model):
         for rows, *_ in step:
             step.backward(model(rows).mean())
         step.fold()

@@ -23,6 +23,7 @@ from ddp_loop import datasets, networks
 from ddp_loop.determinism import deterministic, require_pinned
 from ddp_loop.determinism.settings import require_unstarted
 from tests.support.harness import OnRanks
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("H3")
 
@@ -275,8 +276,7 @@ def train(world: dl.World) -> str:
     model = nn.Sequential(nn.Dropout(0.2), networks.digit_classifier()).to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = dl.Batches(datasets.digits(size=60), 20, world)
-    state = {"model": model, "optimizer": optimizer}
-    for step in dl.Loop(batches, 9, steps=4, state=state, progress=False):
+    for step in loop_on(batches, model, optimizer, epochs=9, steps=4):
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels))
         step.fold()

@@ -14,6 +14,7 @@ import ddp_loop as dl
 from ddp_loop.determinism import next_key, next_keys, splitmix64
 from tests.support.harness import OnRanks
 from tests.support.sources import Mapped
+from tests.support.training import loop_on
 from tests.support.training import train as plain_training
 
 pytestmark = pytest.mark.covers("H1")
@@ -64,7 +65,7 @@ def train_noisily(seed: int) -> dict[str, Any]:
         start = [tensor.tolist() for tensor in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(Mapped(20, noisy), 8, world, shards=4)
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer, epochs=2):
             for inputs, labels in step:
                 order.append(labels.tolist())
                 noise.append(inputs.tolist())

@@ -19,6 +19,18 @@ def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 
 
+def loop_on(
+    batches: dl.Batches | dl.SequenceBatches,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    epochs: int | None = 1,
+    **options: Any,
+) -> dl.Loop:
+    """A loop over given mini-batches, by default one epoch; without an optimizer the state has none."""
+    state: dict[str, object] = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    return dl.Loop(batches, epochs, state=state, **{"progress": False, **options})
+
+
 def take(step: dl.Step, model: nn.Module, **keywords: Any) -> dl.StepResult:
     """A pass over a step's shards, and the fold."""
     for rows in step:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
-from tests.support.training import train
+from tests.support.training import loop_on, train
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -112,7 +112,7 @@ def by_loop(job: Job, bucket_cap_mib: float) -> Gradients:
     with dl.join_world() as world:
         model = make_model(job.width)
         batches = dl.Batches(data(), ROWS, world, shards=SHARDS, shuffle=False)
-        loop = dl.Loop(batches, 2, state={"model": model}, progress=False, bucket_cap_mib=bucket_cap_mib)
+        loop = loop_on(batches, model, epochs=2, bucket_cap_mib=bucket_cap_mib)
         for step in loop:
             for shard in step:
                 weight: Any = job.weights and job.weights[int(shard[2][0])]
@@ -168,7 +168,7 @@ def tampering(how: str, at: int) -> None:
         model = make_model()
         batches = dl.Batches(data(), ROWS, world, shards=SHARDS, shuffle=False)
         part = torch.optim.SGD(model["shared"].parameters(), lr=0.1)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for number, shard in enumerate(step):
                 loss = loss_of("reentrant" if (how, at) == ("twice", number) else "plain", model, *shard)
                 if number == at and how == "zero_grad":

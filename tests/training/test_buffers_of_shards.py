@@ -23,7 +23,7 @@ from ddp_loop.distributed.encoding import assemble
 from tests.support.comparing import Tensors, is_same, same_on_all
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.refusals import Refused, loop_over, loss_of, network, samples
 from tests.support.training import take, train
 
 pytestmark = [
@@ -145,7 +145,7 @@ def test_a_buffer_that_depends_on_the_shard_is_refused_by_name(
     make: Make, ranks: int, shards: int | None, steps: int, refused: Refused
 ) -> None:
     """On a GPU the next step finds it, and the last one has none."""
-    refused(ranks, differ, make, shards, steps, kind="ValueError", said=WRONG[make], by=ALL)
+    refused(ranks, differ, make, shards, steps, kind="ValueError", said=WRONG[make])
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
@@ -156,12 +156,12 @@ def test_a_buffer_that_changes_its_shape_or_dtype_is_refused_and_named(
     make: Make, before: str, ranks: int, refused: Refused
 ) -> None:
     said = rf"must keep its shape and dtype .* model\.0\.{before} .* run the model on a sample before the Loop"
-    refused(ranks, differ, make, None, 1, kind="ValueError", said=said, by=ALL)
+    refused(ranks, differ, make, None, 1, kind="ValueError", said=said)
 
 
 @pytest.mark.one_device(GPU, "elsewhere the first fold raises")
 def test_a_new_fold_does_not_forget_what_the_former_one_had_to_find_out(refused: Refused) -> None:
-    refused(2, differ, maximum, None, 4, True, kind="ValueError", said=r"model\.0\.largest", by=ALL)
+    refused(2, differ, maximum, None, 4, True, kind="ValueError", said=r"model\.0\.largest")
 
 
 def order_complex_numbers(world: dl.World, folder: str) -> None:
@@ -169,7 +169,7 @@ def order_complex_numbers(world: dl.World, folder: str) -> None:
 
 
 def test_values_without_an_order_are_refused(refused: Refused) -> None:
-    refused(2, order_complex_numbers, by=ALL, kind="ValueError", said='"max" needs values with an order')
+    refused(2, order_complex_numbers, kind="ValueError", said='"max" needs values with an order')
 
 
 # -- as one device leaves them -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ddp_loop.checkpoint import is_running
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, network, samples
 from tests.support.runs import checkpoints_of, status_of
-from tests.support.training import sgd, take
+from tests.support.training import loop_on, sgd, take
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -62,13 +62,12 @@ def train_once(world: dl.World, way: str, folder: str) -> dict[str, weakref.ref[
     model.add_module("norm", torch.nn.BatchNorm1d(1, dtype=torch.float64))
     optimizer = sgd(model, 0.9)
     batches = dl.Batches(data, 6, world, shuffle=False)
-    state = {"model": model, "optimizer": optimizer}
     known: dict[str, object] = {"model": model, "weight": model[0].weight, "optimizer": optimizer, "data": data}
     known["norm"] = model.norm
     options = {"epochs": 2, "progress": False, **WAYS[way]}
     options["run_dir"] = folder if "run_dir" in options else None
     try:
-        loop = dl.Loop(batches, state=state, **options)
+        loop = loop_on(batches, model, optimizer, **options)
     except ValueError:
         assert way == "refused"
         return {name: weakref.ref(one) for name, one in known.items()}

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, mean_of, network, samples
-from tests.support.training import sgd, take
+from tests.support.refusals import Refused, loop_over, mean_of, network, samples
+from tests.support.training import loop_on, sgd, take
 
 
 def make(step: dl.Step, model: nn.Module) -> None:
@@ -87,7 +87,7 @@ def stream_in_epochs() -> list[tuple[int, int]]:
         batches = dl.Batches(Stream(), 4, world)
         assert batches.steps is None
         model = network()
-        return numbers_and_steps(dl.Loop(batches, 2, state={"model": model}, progress=False), model)
+        return numbers_and_steps(loop_on(batches, model, epochs=2), model)
 
 
 def test_epochs_of_unknown_length_have_their_numbers_too(on_ranks: OnRanks) -> None:
@@ -176,7 +176,7 @@ ONCE = "each epoch must run to its end. This one {}. Create a new Loop"
     ],
 )
 def test_each_epoch_is_iterated_once_to_its_end_and_in_order(how: Misuse, said: str, refused: Refused) -> None:
-    refused(2, misuse, how, kind="RuntimeError", said=said, by=ALL)
+    refused(2, misuse, how, kind="RuntimeError", said=said)
 
 
 # -- Batches in a plain `for` ------------------------------------------------------------------------------
@@ -208,4 +208,4 @@ def go_over_batches_for_training(world: dl.World, folder: str, endless: bool) ->
 @pytest.mark.parametrize(("endless", "why"), [(False, "are shuffled"), (True, "never end")])
 def test_a_plain_for_over_batches_for_training_is_refused(endless: bool, why: str, refused: Refused) -> None:
     said = f"for evaluation. These {why}. Pass shuffle=False"
-    refused(2, go_over_batches_for_training, endless, kind="ValueError", said=said, by=ALL)
+    refused(2, go_over_batches_for_training, endless, kind="ValueError", said=said)

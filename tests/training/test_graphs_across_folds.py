@@ -16,6 +16,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, is_close, is_same, same_on_all, state_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.covers("J1"), pytest.mark.on_gpus_too]
 
@@ -161,7 +162,7 @@ def train_through_evaluation_mode(shards: int | None, is_synced: bool) -> Tensor
             dl.sync_batch_norm(model, world)
         optimizer = optimizer_of(model)
         batches = dl.Batches(samples(3 * SIZE), SIZE, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer):
             kept = []
             for drawn in step:
                 kept.append(model.eval()(drawn[:, 2:]).square().mean())

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, values_of
 from tests.support.harness import OnRanks, in_world
-from tests.support.refusals import ALL, BOUND, Refused, loop_over, loss_of, network, samples
-from tests.support.training import sgd, train, train_in
+from tests.support.refusals import BOUND, Refused, loop_over, loss_of, network, samples
+from tests.support.training import loop_on, sgd, train, train_in
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -136,7 +136,7 @@ def give_a_first_gradient_that_is_infinite(world: dl.World, folder: str) -> None
 
 def test_a_first_gradient_that_is_not_finite_is_found(refused: Refused) -> None:
     said = r"other 0\.0|A gradient in step 2 is not finite"  # a GPU's host does not know which
-    refused(2, give_a_first_gradient_that_is_infinite, by=ALL, kind="FloatingPointError", said=said)
+    refused(2, give_a_first_gradient_that_is_infinite, kind="FloatingPointError", said=said)
 
 
 def plans_of_heads_by_turns() -> list[int]:
@@ -175,7 +175,7 @@ def give_it_a_gradient_of_the_scripts_own(world: dl.World, folder: str) -> None:
 
 def test_a_left_out_parameter_takes_no_gradient_of_another_backward(refused: Refused) -> None:
     said = "step.backward alone makes gradients. other 0.weight got one from another backward"
-    refused(1, give_it_a_gradient_of_the_scripts_own, kind="RuntimeError", said=said)
+    refused(1, give_it_a_gradient_of_the_scripts_own, kind="RuntimeError", said=said, by=None)
 
 
 # -- what is unfrozen in a shard ---------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def toggle_where_a_rank_has_no_samples(world: dl.World, folder: str) -> None:
 
 def test_ranks_of_which_one_does_not_run_the_toggle_get_one_error(refused: Refused) -> None:
     said = r"The same parameters must want a gradient on every rank\..*nets\.1\.0\.weight"
-    refused(3, toggle_where_a_rank_has_no_samples, by=ALL, kind="ValueError", said=said)
+    refused(3, toggle_where_a_rank_has_no_samples, kind="ValueError", said=said)
 
 
 def unfreeze_in_a_shard(shards: int | None) -> list[Gradients]:
@@ -242,7 +242,7 @@ def unfreeze_in_a_shard(shards: int | None) -> list[Gradients]:
         model = network()
         model[0].requires_grad_(False)
         batches = dl.Batches(samples(8), 2, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False, check_replicas_every=0):
+        for step in loop_on(batches, model, check_replicas_every=0):
             for rows in step:
                 if step.iteration == 2:
                     model[0].requires_grad_(True)
@@ -291,7 +291,7 @@ def decay_by_turns(is_plain: bool) -> Tensors:
         return values_of(model)
     with dl.join_world() as world:
         batches = dl.Batches((samples(24), counts), 6, world, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer):
             for rows, kept in step:
                 total = kept.sum()
                 step.backward((errors(rows, kept) * kept).sum() / total.clamp(min=1), weight=float(total))

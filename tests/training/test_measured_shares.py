@@ -25,7 +25,8 @@ import ddp_loop as dl
 from ddp_loop.training.checks import MEASURED_STEPS, WARM_UP, shares_of
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.on_gpus_too, pytest.mark.covers("C5")]
 
@@ -209,8 +210,8 @@ def test_on_another_number_of_ranks_shares_are_measured_again(tmp_path: Path, on
 def with_synced_layers(world: dl.World, folder: str) -> None:
     model = network()
     dl.sync_batch_norm(model, world)
-    dl.Loop(dl.Batches(make_data((6,), 24), 12, world, shares="measured"), 1, state={"model": model}, progress=False)
+    loop_on(dl.Batches(make_data((6,), 24), 12, world, shares="measured"), model)
 
 
 def test_synced_batch_norm_cannot_be_measured(refused: Refused) -> None:
-    refused(2, with_synced_layers, kind="ValueError", said='Got shares="measured". Pass shares as numbers', by=ALL)
+    refused(2, with_synced_layers, kind="ValueError", said='Got shares="measured". Pass shares as numbers')

@@ -73,7 +73,7 @@ def train_criterion(
 def test_a_criterion_that_is_trained_outside_of_state_is_named(
     ranks: int, how: tuple[str, int], refused: Refused
 ) -> None:
-    refused(ranks, train_criterion, *how, kind="RuntimeError", said=SAID)
+    refused(ranks, train_criterion, *how, kind="RuntimeError", said=SAID, by=None)
 
 
 @pytest.mark.parametrize("how", ["in state", "in an optimizer of state", "frozen", "not trained"])

@@ -22,6 +22,7 @@ from tests.support.comparing import Tensors, distance, gradients_of, is_same, sa
 from tests.support.harness import OnRanks
 from tests.support.memory import living_tensors, only_new_objects
 from tests.support.sequences import CLASSES, LENGTHS, RATE, WIDTH, Recurrent, by_hand, make_sequences
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.covers("D9"), pytest.mark.on_gpus_too]
 
@@ -40,8 +41,7 @@ def loop_over(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     data = make_sequences() if sequences is None else sequences
     batches = dl.SequenceBatches(data, LANES, CHUNK, world, shards=shards, shuffle=False)
-    state: dict[str, object] = {"model": model, "optimizer": optimizer}
-    return model, optimizer, dl.Loop(batches, epochs, state=state, progress=False, **options)
+    return model, optimizer, loop_on(batches, model, optimizer, epochs=epochs, **options)
 
 
 def forward_of(model: nn.Module) -> Any:
@@ -127,8 +127,7 @@ def bits(
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         sequences = make_sequences(LENGTHS, torch.float32)
         batches = dl.SequenceBatches(sequences, 6, 3, world, shards=4, batch_dim=0 if kind == "dict" else 1)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder, progress=False, **keywords)
+        loop = loop_on(batches, model, optimizer, epochs=EPOCHS, run_dir=folder, **keywords)
         for step in loop:
             if step.iteration == stop_at:
                 loop.stop()
@@ -185,7 +184,7 @@ def tensors_by_shard() -> tuple[int, list[int]]:
         model = Recurrent("GRU")
         sequences = make_sequences([draw.randrange(1, 40) for _ in range(150)])
         batches = dl.SequenceBatches(sequences, 12, 9, world, shards=7)
-        for epoch in dl.Loop(batches, 3, state={"model": model}, progress=False).epochs():
+        for epoch in loop_on(batches, model, epochs=3).epochs():
             for step in epoch:
                 assert sum(1 for _ in feed(step, model)) <= 7
             sizes |= {batches.mini_batch(epoch.number, position).sizes for position in range(len(batches))}

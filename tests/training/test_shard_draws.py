@@ -19,7 +19,7 @@ import ddp_loop as dl
 from ddp_loop.determinism import digest
 from tests.support.harness import OnRanks
 from tests.support.sources import Mapped
-from tests.support.training import sgd
+from tests.support.training import loop_on, sgd
 
 pytestmark = pytest.mark.covers("H1", "A9")
 
@@ -79,8 +79,7 @@ def train(place: str, workers: int = 0, run: str | None = None, stop_at: int = 0
         model = nn.Linear(2, 1).double().to(world.device)
         optimizer = sgd(model)
         batches = batches_that_draw(world, place, workers)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, EPOCHS, state=state, run_dir=run, progress=False)
+        loop = loop_on(batches, model, optimizer, epochs=EPOCHS, run_dir=run)
         with suppress(dl.Stopped):
             for step in loop:
                 for inputs, draws in step:
@@ -138,7 +137,7 @@ def drawn_after_gather(shards: int | None) -> list[float]:
         optimizer = sgd(model)
         batches = dl.Batches(torch.ones(10, 2, dtype=torch.float64), 5, world, shards=shards)
         found = []
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer, epochs=2):
             for inputs in step:
                 step.hold(model(inputs + draw()))
             step.backward(step.gather().square().mean())

@@ -506,7 +506,7 @@ def evaluate_inside(world: dl.World, folder: str, where: str) -> None:
 def test_evaluation_inside_of_an_unfolded_step_is_refused_where_ranks_could_be_at_different_places(
     where: str, refused: Refused
 ) -> None:
-    refused(3, evaluate_inside, where, kind="RuntimeError", said="fold")
+    refused(3, evaluate_inside, where, kind="RuntimeError", said="fold", by=None)
 
 
 def fail(*_: object) -> None:
