@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_loop as dl
 from ddp_loop.data import ReadAhead, placement
 from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
+from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
 from tests.support.sources import Mapped
 from tests.support.training import loop_on
@@ -25,21 +25,6 @@ pytestmark = pytest.mark.covers("A9", "J18")
 FEATURES, WIDTH, BATCH = 8, 1024, 64
 UNUSED = 2000  # bytes of a sample that no network takes: large data with few samples
 BYTES = 4 * FEATURES + 8 + UNUSED  # of a sample
-
-
-class Arrivals(TorchDispatchMode):
-    """Counts the copies from the host to a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = arguments[0] if function is torch.ops.aten._to_copy.default else arguments[1]
-            self.count += source.is_cpu and result.is_cuda
-        return result
 
 
 def data_of(samples: int) -> tuple[torch.Tensor, ...]:
@@ -81,14 +66,22 @@ class Run:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=True)
         self.batches = dl.Batches(data, BATCH, world, **options)
         self.places, self.arrivals = list[str](), list[int]()
-        with Arrivals() as arrivals:
+        arrived: list[bool] = []
+
+        def note(function: Any, arguments: Any, result: Any) -> None:
+            if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+                source = arguments[0] if function is torch.ops.aten._to_copy.default else arguments[1]
+                arrived.append(source.is_cpu and result.is_cuda)
+
+        with Dispatched(note):
             for step in loop_on(self.batches, self.model, optimizer, epochs=None, steps=steps):
                 for rows, *others in step:
                     step.backward(loss_of(self.model(rows), *others))
                 step.fold()
                 optimizer.step()
                 self.places.append(place_of(self.batches))
-                self.arrivals.append(arrivals.count - sum(self.arrivals))
+                self.arrivals.append(sum(arrived))
+                arrived.clear()
         self.weights = digest(nn.utils.parameters_to_vector(self.model.parameters()))
         self.peak = device.memory()[1] - before
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import ddp_loop as dl
@@ -19,6 +18,7 @@ from ddp_loop import datasets
 from ddp_loop.accelerators import Cpu
 from ddp_loop.data.placement import tensors_in
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, make_reader
+from tests.support.dispatching import Dispatched
 from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Mapped, Pair
 
 
@@ -214,26 +214,11 @@ def test_rows_in_order_have_the_layout_of_shuffled_rows(layout: str) -> None:
     assert layout != "channels last" or in_order.is_contiguous(memory_format=torch.channels_last)
 
 
-class Calls(TorchDispatchMode):
-    """The operations that torch performs, and the bytes of the tensors that they make."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and result is not args[0]:
-            self.bytes += result.nbytes
-        return result
-
-
 def test_rows_in_order_are_copied_in_one_piece() -> None:
-    with Calls() as calls:
+    names: list[str] = []
+    with Dispatched(lambda function, *_: names.append(function.__name__)):
         first_of((INPUTS, LABELS), batch_size=SIZE)
-    assert calls.names[-4:] == ["slice.Tensor", "clone.default"] * 2
+    assert names[-4:] == ["slice.Tensor", "clone.default"] * 2
 
 
 def test_data_that_need_a_gradient_give_rows_that_do_not() -> None:
@@ -401,6 +386,13 @@ class Pinning(Cpu):
 
 
 def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
+    sizes: list[int] = []
+
+    def note(function: Any, arguments: Any, result: torch.Tensor) -> None:
+        """The bytes of what is made."""
+        if not function.is_view and result is not arguments[0]:
+            sizes.append(result.nbytes)
+
     pixels = torch.arange(SIZE * 256).remainder(256).to(torch.uint8).reshape(SIZE, 1, 16, 16)
     data = datasets.LabelledImages(pixels, LABELS, ("a", "b", "c"))
     with dl.join_world() as world:
@@ -408,10 +400,10 @@ def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
         assert isinstance(batches._reader, TensorReader)
         stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
         indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
-        with Calls() as calls:
+        with Dispatched(note):
             images, labels = loaded.data(0)
     assert stored == SIZE * (256 + 8)
-    assert calls.bytes == 8 * (256 + 8 + 4 * 256) + 4
+    assert sum(sizes) == 8 * (256 + 8 + 4 * 256) + 4
     assert equal(images, (pixels / 255)[indices])  # every bit, of all 256 values
     assert equal(labels, LABELS[indices])
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from tests.support.cases import make_data
+from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
 from tests.support.training import loop_on, train
 
@@ -136,26 +136,13 @@ def test_the_sum_is_that_of_the_tree_to_the_bit(on_ranks: OnRanks, job: Job, ran
     assert {tuple(bits(found)) for found in on_ranks(ranks, by_loop, job, room)} == {tuple(bits(by_hand(job)))}
 
 
-class Counts(TorchDispatchMode):
-    """Counts the operators that torch runs, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def copies_of(shards: int) -> int:
     """The fused copies and additions of gradients in one step."""
-    model = make_model()
-    with Counts() as counts:
-        train(model, partial(loss_of, "plain"), data(), ROWS, shards=shards)
-    assert counts.found["addmm"] >= 4 * shards  # the mode has seen the forwards
-    copies: int = counts.found["_foreach_copy_"] + counts.found["_foreach_add_"]
-    return copies
+    found = Counter[str]()
+    with Dispatched(lambda function, *_: found.update([function.overloadpacket.__name__])):
+        train(make_model(), partial(loss_of, "plain"), data(), ROWS, shards=shards)
+    assert found["addmm"] >= 4 * shards  # the mode has seen the forwards
+    return found["_foreach_copy_"] + found["_foreach_add_"]
 
 
 @pytest.mark.one_device("cpu", "a GPU adds all gradients of a shard in one kernel")
