@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import ddp_loop as dl
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
 from tests.fake_cuda.build import NoFakeCuda, environment
@@ -226,6 +227,13 @@ def on_fake_npus(fake_npu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
 def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
     """Ask that all ranks refuse a scenario: `refused(3, scenario, kind="ValueError", said="must be")`."""
     return Refused(on_ranks, tmp_path / "run")
+
+
+@pytest.fixture
+def world() -> Iterator[dl.World]:
+    """A world of this process alone."""
+    with dl.join_world() as world:
+        yield world
 
 
 @pytest.fixture(autouse=True)

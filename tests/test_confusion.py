@@ -105,9 +105,8 @@ def test_what_cannot_be_counted_is_refused_on_every_rank(case: str, said: str, r
     refused(2, count, case, kind="ValueError", said=said)
 
 
-def test_equal_outputs_count_as_the_first_and_forward_is_used() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches((torch.ones(4, 2), torch.tensor([0, 1, 2, 2])), 4, world)
-        model = nn.Linear(2, 3)
-        counts = dl.confusion_matrix(model, batches, 3, forward=lambda model, data: torch.zeros(len(data[1]), 3))
+def test_equal_outputs_count_as_the_first_and_forward_is_used(world: dl.World) -> None:
+    batches = dl.Batches((torch.ones(4, 2), torch.tensor([0, 1, 2, 2])), 4, world)
+    model = nn.Linear(2, 3)
+    counts = dl.confusion_matrix(model, batches, 3, forward=lambda model, data: torch.zeros(len(data[1]), 3))
     assert counts.tolist() == [[1, 0, 0], [1, 0, 0], [2, 0, 0]]

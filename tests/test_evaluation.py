@@ -206,27 +206,25 @@ def some_of(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return default_collate([one for one in samples if one[1] != 5])
 
 
-def test_data_with_fewer_rows_than_samples_are_refused_but_for_sums() -> None:
+def test_data_with_fewer_rows_than_samples_are_refused_but_for_sums(world: dl.World) -> None:
     """As where `collate_fn` leaves samples out."""
     output, labels = labelled("as it is")
-    with dl.join_world() as world:
-        batches = dl.Batches(TensorDataset(output, labels), 48, world, shuffle=False, collate_fn=some_of)
-        found = dl.evaluate(nn.Identity(), batches, loss=nn.functional.cross_entropy)
-        expected = nn.functional.cross_entropy(output[labels != 5], labels[labels != 5]).item()
-        assert found["loss"] == pytest.approx(expected, rel=1e-12)
-        with pytest.raises(ValueError, match=r"samples, \d in this one. Its data and the output have \d rows"):
-            dl.evaluate(nn.Identity(), batches, accuracy=lambda one, other: (one.argmax(1) == other).float().mean())
+    batches = dl.Batches(TensorDataset(output, labels), 48, world, shuffle=False, collate_fn=some_of)
+    found = dl.evaluate(nn.Identity(), batches, loss=nn.functional.cross_entropy)
+    expected = nn.functional.cross_entropy(output[labels != 5], labels[labels != 5]).item()
+    assert found["loss"] == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ValueError, match=r"samples, \d in this one. Its data and the output have \d rows"):
+        dl.evaluate(nn.Identity(), batches, accuracy=lambda one, other: (one.argmax(1) == other).float().mean())
 
 
-def test_pairs_of_samples_and_an_object_that_equals_all_are_means_over_samples() -> None:
+def test_pairs_of_samples_and_an_object_that_equals_all_are_means_over_samples(world: dl.World) -> None:
     output, labels = labelled("as it is")
-    with dl.join_world() as world:
-        pairs = dl.Batches(TensorDataset(output[:96], labels[:96]), 32, world, shuffle=False, collate_fn=first_of_pairs)
-        found = dl.evaluate(nn.Identity(), pairs, loss=lambda one, other: one.mean())
-        assert found["loss"] == pytest.approx(output[:96:2].mean().item(), rel=1e-12)
-        output, labels = labelled("ignored")
-        batches = dl.Batches((output, labels), 48, world, shuffle=False)
-        assert dl.evaluate(nn.Identity(), batches, loss=EqualToAll())["loss"] == pytest.approx(output.mean().item())
+    pairs = dl.Batches(TensorDataset(output[:96], labels[:96]), 32, world, shuffle=False, collate_fn=first_of_pairs)
+    found = dl.evaluate(nn.Identity(), pairs, loss=lambda one, other: one.mean())
+    assert found["loss"] == pytest.approx(output[:96:2].mean().item(), rel=1e-12)
+    output, labels = labelled("ignored")
+    batches = dl.Batches((output, labels), 48, world, shuffle=False)
+    assert dl.evaluate(nn.Identity(), batches, loss=EqualToAll())["loss"] == pytest.approx(output.mean().item())
 
 
 def first_of_pairs(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -255,23 +253,21 @@ def spread(shards: int | None) -> float:
         return dl.evaluate(nn.Identity(), batches, spread=lambda output, _: output.max() - output.min())["spread"]
 
 
-def test_samples_of_one_part_leave_the_metric_the_output_alone() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(of_one_part(), 5, world, shuffle=False)
-        assert dl.evaluate(nn.Identity(), batches, size=lambda output: output.mean(1)) == {"size": 4.5, "samples": 10}
+def test_samples_of_one_part_leave_the_metric_the_output_alone(world: dl.World) -> None:
+    batches = dl.Batches(of_one_part(), 5, world, shuffle=False)
+    assert dl.evaluate(nn.Identity(), batches, size=lambda output: output.mean(1)) == {"size": 4.5, "samples": 10}
 
 
-def test_a_metric_that_cannot_take_its_arguments_is_named_with_what_it_is_given() -> None:
+def test_a_metric_that_cannot_take_its_arguments_is_named_with_what_it_is_given(world: dl.World) -> None:
     def failing(output: torch.Tensor) -> torch.Tensor:
         raise TypeError("the script's own")
 
     said = r"the parts of the data after the first, here 0\. mse cannot .* argument: 'x'\. .* pass its tensor"
-    with dl.join_world() as world:
-        batches = dl.Batches(of_one_part(), 5, world, shuffle=False)
-        with pytest.raises(TypeError, match=said):
-            dl.evaluate(nn.Identity(), batches, mse=lambda output, x: (output - x).square().mean(1))
-        with pytest.raises(TypeError, match=r"^the script's own$"):
-            dl.evaluate(nn.Identity(), batches, failing=failing)
+    batches = dl.Batches(of_one_part(), 5, world, shuffle=False)
+    with pytest.raises(TypeError, match=said):
+        dl.evaluate(nn.Identity(), batches, mse=lambda output, x: (output - x).square().mean(1))
+    with pytest.raises(TypeError, match=r"^the script's own$"):
+        dl.evaluate(nn.Identity(), batches, failing=failing)
 
 
 def test_a_loss_that_compares_samples_is_the_mini_batchs_with_one_shard(on_ranks: OnRanks) -> None:
@@ -280,9 +276,8 @@ def test_a_loss_that_compares_samples_is_the_mini_batchs_with_one_shard(on_ranks
     assert spreads[None] == [0.0] * 3  # of shards with a sample each
 
 
-def test_nan_is_not_hidden() -> None:
-    with dl.join_world() as world:
-        result = dl.evaluate(nn.Identity(), dl.Batches(torch.zeros(4), 2, world), bad=lambda x, _: x / 0)
+def test_nan_is_not_hidden(world: dl.World) -> None:
+    result = dl.evaluate(nn.Identity(), dl.Batches(torch.zeros(4), 2, world), bad=lambda x, _: x / 0)
     assert math.isnan(result["bad"])
 
 
@@ -307,11 +302,10 @@ def test_dicts_are_given_whole_to_forward_and_to_the_metrics(workers: int, on_ra
     assert on_ranks(2, evaluated_dicts, workers) == [expected] * 2
 
 
-def test_a_lone_tensor_is_given_to_the_metrics_as_an_autoencoder_needs() -> None:
+def test_a_lone_tensor_is_given_to_the_metrics_as_an_autoencoder_needs(world: dl.World) -> None:
     data = torch.arange(6.0)
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 4, world)
-        error = dl.evaluate(nn.Identity(), batches, error=lambda output, inputs: (output + 2 - inputs) ** 2)
+    batches = dl.Batches(data, 4, world)
+    error = dl.evaluate(nn.Identity(), batches, error=lambda output, inputs: (output + 2 - inputs) ** 2)
     assert error == {"error": 4.0, "samples": 6}
 
 
@@ -335,18 +329,17 @@ class Watching(nn.Module):
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
 @pytest.mark.parametrize("frozen", [(), (1,), (0, 1, 2, 3)], ids=["none frozen", "batch norm frozen", "all frozen"])
 def test_the_model_is_in_evaluation_mode_and_goes_back_to_the_mode_it_was_in(
-    call: Callable[..., Any], frozen: tuple[int, ...]
+    call: Callable[..., Any], frozen: tuple[int, ...], world: dl.World
 ) -> None:
     model = network()
     for number in frozen:
         model[number].eval()  # type: ignore[index]
     watching = Watching(model)
     before, state = modes(watching), {key: value.clone() for key, value in watching.state_dict().items()}
-    with dl.join_world() as world:
-        call(watching, dl.Batches(images(), 300, world))
-        assert watching.seen == {(False,) * (len(before) + 2)}
-        assert modes(watching) == before
-        assert torch.is_grad_enabled()
+    call(watching, dl.Batches(images(), 300, world))
+    assert watching.seen == {(False,) * (len(before) + 2)}
+    assert modes(watching) == before
+    assert torch.is_grad_enabled()
     assert all(torch.equal(value, state[key]) for key, value in watching.state_dict().items())
     assert all(parameter.grad is None for parameter in watching.parameters())
 
@@ -358,20 +351,19 @@ def fail(*values: Any) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
 def test_the_mode_comes_back_and_the_workers_end_also_after_an_exception(
-    call: Callable[..., Any], workers: int
+    call: Callable[..., Any], workers: int, world: dl.World
 ) -> None:
     model = network()
     model[1].eval()  # type: ignore[index]
     before = modes(model)
-    with dl.join_world() as world:
-        children = child_processes()
-        batches = dl.Batches(dicts(), 200, world, num_workers=workers)
-        with pytest.raises(LookupError, match="no such class") as caught:
-            call(model, batches, forward=fail)
-        assert modes(model) == before
-        assert torch.is_grad_enabled()
-        assert child_processes() == children
-        assert caught.value.__traceback__ is not None  # which holds what the call held
+    children = child_processes()
+    batches = dl.Batches(dicts(), 200, world, num_workers=workers)
+    with pytest.raises(LookupError, match="no such class") as caught:
+        call(model, batches, forward=fail)
+    assert modes(model) == before
+    assert torch.is_grad_enabled()
+    assert child_processes() == children
+    assert caught.value.__traceback__ is not None  # which holds what the call held
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -448,9 +440,9 @@ CALLS_REFUSED: list[tuple[Callable[..., Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "kind", "said"), CALLS_REFUSED)
 def test_what_cannot_be_evaluated_or_predicted_is_refused(
-    call: Callable[..., Any], kind: type[Exception], said: str
+    call: Callable[..., Any], kind: type[Exception], said: str, world: dl.World
 ) -> None:
-    with dl.join_world() as world, pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said):
         call(network(), dl.Batches(images(10), 5, world, shards=1))
 
 

@@ -90,16 +90,14 @@ class OneBuffer(nn.Module):
         return self.output.copy_(inputs)
 
 
-def test_outputs_are_kept_although_the_model_uses_their_buffer_again() -> None:
-    with dl.join_world() as world:
-        found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world, shards=1))
+def test_outputs_are_kept_although_the_model_uses_their_buffer_again(world: dl.World) -> None:
+    found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world, shards=1))
     assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
+def test_the_predictions_of_tensors_are_not_the_tensors_themselves(world: dl.World) -> None:
     data = torch.arange(6.0)
-    with dl.join_world() as world:
-        dl.predict(nn.Identity(), dl.Batches(data, 6, world, shuffle=False)).zero_()
+    dl.predict(nn.Identity(), dl.Batches(data, 6, world, shuffle=False)).zero_()
     assert data.tolist() == [0, 1, 2, 3, 4, 5]
 
 

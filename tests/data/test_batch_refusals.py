@@ -63,19 +63,17 @@ KINDS: list[tuple[Any, dict[str, Any], str]] = [  # data, options of Batches, wh
 
 
 @pytest.mark.parametrize(("kind", "cases"), [(ValueError, VALUES), (TypeError, KINDS)])
-def test_bad_input_is_refused(kind: type[Exception], cases: list[tuple[Any, dict[str, Any], str]]) -> None:
-    with dl.join_world() as world:
-        for data, options, said in cases:
-            with pytest.raises(kind, match=said):
-                dl.Batches(data, world=world, **{"batch_size": 2, **options})
+def test_bad_input_is_refused(
+    kind: type[Exception], cases: list[tuple[Any, dict[str, Any], str]], world: dl.World
+) -> None:
+    for data, options, said in cases:
+        with pytest.raises(kind, match=said):
+            dl.Batches(data, world=world, **{"batch_size": 2, **options})
 
 
-def test_a_nested_tensor_is_refused() -> None:
+def test_a_nested_tensor_is_refused(world: dl.World) -> None:
     data = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)  # imports torch._dynamo
-    with (
-        dl.join_world() as world,
-        pytest.raises(TypeError, match=r"Got a nested tensor\. Convert it by to_dense\(\) or"),
-    ):
+    with pytest.raises(TypeError, match=r"Got a nested tensor\. Convert it by to_dense\(\) or"):
         dl.Batches(data, 2, world)
 
 
@@ -143,17 +141,16 @@ class Unlucky(Exception):
     ("kind", "workers"),
     [(IndexError, 0), (StopIteration, 0), (Unlucky, 0), (KeyError, 2), (StopIteration, 2), (Unlucky, 2)],
 )
-def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: int) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(Broken(7, kind), 4, world, num_workers=workers, shuffle=False)
-        epoch = batches.epoch(1)
-        next(epoch).data(0)  # the mini-batch before it is read
-        expected = RuntimeError if kind is StopIteration or (kind is Unlucky and workers) else kind
-        with pytest.raises(expected) as caught:
-            next(epoch).data(0)
-        said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-        place = "Sample 7 of epoch 1 raised" if kind is StopIteration else "sample 7 of epoch 1 was read"
-        assert place in said
+def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: int, world: dl.World) -> None:
+    batches = dl.Batches(Broken(7, kind), 4, world, num_workers=workers, shuffle=False)
+    epoch = batches.epoch(1)
+    next(epoch).data(0)  # the mini-batch before it is read
+    expected = RuntimeError if kind is StopIteration or (kind is Unlucky and workers) else kind
+    with pytest.raises(expected) as caught:
+        next(epoch).data(0)
+    said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+    place = "Sample 7 of epoch 1 raised" if kind is StopIteration else "sample 7 of epoch 1 was read"
+    assert place in said
 
 
 def drained(samples: list[Any]) -> Any:
@@ -161,11 +158,10 @@ def drained(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(("data", "options"), [(range(9), {}), (range(9), {"num_workers": 1}), (Streamed(count), {})])
-def test_a_collate_fn_that_runs_out_is_named(data: Any, options: dict[str, Any]) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 4, world, collate_fn=drained, shuffle=False, **options)
-        with pytest.raises(RuntimeError, match="drained raised StopIteration for 4 samples"):
-            next(batches.epoch(1)).data(0)
+def test_a_collate_fn_that_runs_out_is_named(data: Any, options: dict[str, Any], world: dl.World) -> None:
+    batches = dl.Batches(data, 4, world, collate_fn=drained, shuffle=False, **options)
+    with pytest.raises(RuntimeError, match="drained raised StopIteration for 4 samples"):
+        next(batches.epoch(1)).data(0)
 
 
 class TogetherOnly(Dataset[Any]):
@@ -198,24 +194,22 @@ ONE_BY_ONE = "one by one, by __getitem__.*__getitems__ is not called.*padding, b
     ("kind", "error"), [(TogetherOnly, NotImplementedError), (PaddedTogether, RuntimeError)], ids=["alone", "padded"]
 )
 def test_an_error_names_getitems_which_only_torch_calls(
-    kind: type[TogetherOnly], error: type[Exception], is_subset: bool
+    kind: type[TogetherOnly], error: type[Exception], is_subset: bool, world: dl.World
 ) -> None:
     data: Any = Subset(kind(), range(4)) if is_subset else kind()
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 4, world, shuffle=False)
-        with pytest.raises(error) as caught:
-            next(batches.epoch(1)).data(0)
-        assert re.search(ONE_BY_ONE, caught.value.__notes__[-1])
-        with pytest.raises(TypeError, match=f"Got WithoutBase.*{ONE_BY_ONE}"):
-            dl.Batches(WithoutBase(), 4, world)
+    batches = dl.Batches(data, 4, world, shuffle=False)
+    with pytest.raises(error) as caught:
+        next(batches.epoch(1)).data(0)
+    assert re.search(ONE_BY_ONE, caught.value.__notes__[-1])
+    with pytest.raises(TypeError, match=f"Got WithoutBase.*{ONE_BY_ONE}"):
+        dl.Batches(WithoutBase(), 4, world)
 
 
-def test_an_error_in_a_subset_does_not_name_the_getitems_of_torchs_subset() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(Subset(Broken(0, KeyError), range(4)), 4, world, shuffle=False)
-        with pytest.raises(KeyError) as caught:
-            next(batches.epoch(1)).data(0)
-        assert caught.value.__notes__ == ["while sample 0 of epoch 1 was read"]
+def test_an_error_in_a_subset_does_not_name_the_getitems_of_torchs_subset(world: dl.World) -> None:
+    batches = dl.Batches(Subset(Broken(0, KeyError), range(4)), 4, world, shuffle=False)
+    with pytest.raises(KeyError) as caught:
+        next(batches.epoch(1)).data(0)
+    assert caught.value.__notes__ == ["while sample 0 of epoch 1 was read"]
 
 
 def read_all(world: dl.World, folder: str, data: Any, size: int, workers: int) -> None:
@@ -244,8 +238,8 @@ def all_ragged() -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.covers("D10")
-def test_samples_of_a_kind_that_cannot_be_stacked_are_refused_with_their_remedy() -> None:
-    with dl.join_world() as world, pytest.raises(TypeError, match="found <class 'NoneType'>") as caught:
+def test_samples_of_a_kind_that_cannot_be_stacked_are_refused_with_their_remedy(world: dl.World) -> None:
+    with pytest.raises(TypeError, match="found <class 'NoneType'>") as caught:
         read_all(world, "", [(torch.ones(3), None)] * 12, 6, 0)
     assert "Let each sample have tensors, arrays or numbers, or pass a collate_fn" in caught.value.__notes__[-1]
     assert "unequal sizes" not in "".join(caught.value.__notes__)
@@ -263,7 +257,7 @@ def without_the_key(samples: list[dict[str, Any]]) -> Any:
 
 
 @pytest.mark.covers("D10")
-def test_an_error_of_a_collate_fn_that_is_not_about_sizes_does_not_advise_padding() -> None:
-    with dl.join_world() as world, pytest.raises(KeyError) as caught:
+def test_an_error_of_a_collate_fn_that_is_not_about_sizes_does_not_advise_padding(world: dl.World) -> None:
+    with pytest.raises(KeyError) as caught:
         list(dl.Batches([{}] * 4, 2, world, shuffle=False, collate_fn=without_the_key))
     assert caught.value.__notes__ == ["while without_the_key combined the 2 samples of a shard."]

@@ -163,10 +163,9 @@ def modes(index: int) -> int:
     return torch._C._len_torch_function_stack()
 
 
-def test_no_mode_slows_down_a_workers_calls_of_torch() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(Mapped(2, modes), 2, world, check_data=False, **WORKER)
-        assert next(batches.epoch(1)).data(0).tolist() == [0, 0]
+def test_no_mode_slows_down_a_workers_calls_of_torch(world: dl.World) -> None:
+    batches = dl.Batches(Mapped(2, modes), 2, world, check_data=False, **WORKER)
+    assert next(batches.epoch(1)).data(0).tolist() == [0, 0]
 
 
 def test_a_users_change_of_torchs_collate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

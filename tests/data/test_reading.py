@@ -385,7 +385,7 @@ class Pinning(Cpu):
         return memory
 
 
-def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
+def test_images_are_gathered_as_bytes_and_become_floats_once(world: dl.World) -> None:
     sizes: list[int] = []
 
     def note(function: Any, arguments: Any, result: torch.Tensor) -> None:
@@ -395,13 +395,12 @@ def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
 
     pixels = torch.arange(SIZE * 256).remainder(256).to(torch.uint8).reshape(SIZE, 1, 16, 16)
     data = datasets.LabelledImages(pixels, LABELS, ("a", "b", "c"))
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 8, world, shuffle=True)
-        assert isinstance(batches._reader, TensorReader)
-        stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
-        indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
-        with Dispatched(note):
-            images, labels = loaded.data(0)
+    batches = dl.Batches(data, 8, world, shuffle=True)
+    assert isinstance(batches._reader, TensorReader)
+    stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
+    indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
+    with Dispatched(note):
+        images, labels = loaded.data(0)
     assert stored == SIZE * (256 + 8)
     assert sum(sizes) == 8 * (256 + 8 + 4 * 256) + 4
     assert equal(images, (pixels / 255)[indices])  # every bit, of all 256 values

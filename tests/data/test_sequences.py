@@ -79,20 +79,19 @@ def test_an_epoch_has_each_time_step_once_and_in_order_whatever_the_ranks(
         assert sum(len({row[0] for rows in epoch for row in rows}) for epoch in epochs) == len(LENGTHS)
 
 
-def test_without_shuffling_lanes_have_the_sequences_as_assigned() -> None:
-    with dl.join_world() as world:
-        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
-        rows = chunks_of(batches)
-        first = [numbers[0] for numbers in by_lane(LENGTHS, LANES, LENGTH)]
-        assert [number for number, *_ in rows[0]] == first
-        assert chunks_of(batches, start=3) == rows[3:]
-        assert [sum(batches.sizes(position)) for position in range(7)] == [sum(len(r[1]) for r in row) for row in rows]
-        values = torch.cat(numbered())
-        for loaded, row in zip(batches.epoch(1), rows, strict=True):
-            at = loaded.mini_batch
-            own = batches.indices(1, at.start, at.samples)
-            assert values[own].tolist() == [value for one in row for value in one[1]]
-        assert values[batches.indices(1, 7, 60)].tolist() == [v for row in rows for one in row for v in one[1]][7:67]
+def test_without_shuffling_lanes_have_the_sequences_as_assigned(world: dl.World) -> None:
+    batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
+    rows = chunks_of(batches)
+    first = [numbers[0] for numbers in by_lane(LENGTHS, LANES, LENGTH)]
+    assert [number for number, *_ in rows[0]] == first
+    assert chunks_of(batches, start=3) == rows[3:]
+    assert [sum(batches.sizes(position)) for position in range(7)] == [sum(len(r[1]) for r in row) for row in rows]
+    values = torch.cat(numbered())
+    for loaded, row in zip(batches.epoch(1), rows, strict=True):
+        at = loaded.mini_batch
+        own = batches.indices(1, at.start, at.samples)
+        assert values[own].tolist() == [value for one in row for value in one[1]]
+    assert values[batches.indices(1, 7, 60)].tolist() == [v for row in rows for one in row for v in one[1]][7:67]
 
 
 def drawn(index: int) -> dict[str, Any]:
@@ -124,11 +123,10 @@ class Parts(NamedTuple):
     of: dict[str, torch.Tensor]
 
 
-def test_parts_go_by_their_keys_in_whichever_order_a_sequence_has_them() -> None:
+def test_parts_go_by_their_keys_in_whichever_order_a_sequence_has_them(world: dl.World) -> None:
     one, two = torch.ones(4), torch.full((4,), 2.0)
     sequences = [Parts({"one": one, "two": two}), Parts({"two": two, "one": one})]
-    with dl.join_world() as world:
-        (chunk,) = dl.SequenceBatches(sequences, 2, 4, world, shuffle=False)
+    (chunk,) = dl.SequenceBatches(sequences, 2, 4, world, shuffle=False)
     assert (chunk.data.of["one"].unique().tolist(), chunk.data.of["two"].unique().tolist()) == ([1.0], [2.0])
 
 
@@ -148,20 +146,19 @@ def test_hidden_states_go_by_their_keys_in_whichever_order_a_shard_assigns_them(
     assert on_ranks(ranks, hidden_by_key) == [([1.0, 1.0], [2.0, 2.0])] * ranks
 
 
-def test_batchify_makes_the_windows_of_a_word_level_language_model() -> None:
+def test_batchify_makes_the_windows_of_a_word_level_language_model(world: dl.World) -> None:
     """As `batchify` and `get_batch` of pytorch/examples do, if the text divides."""
     tokens, lanes, window = torch.arange(60) * 7 % 61, 4, 6
     columns = tokens.view(lanes, -1).t()
-    with dl.join_world() as world:
-        batches = dl.SequenceBatches(dl.batchify(tokens, lanes), lanes, window, world, shuffle=False)
-        positions = range(0, len(columns) - 1, window)
-        assert len(batches) == len(positions)
-        for at, loaded in zip(positions, batches.epoch(1), strict=True):
-            last = min(at + window, len(columns) - 1)
-            chunk = loaded.data(0)
-            assert torch.equal(chunk.data[0], columns[at:last].t())
-            assert torch.equal(chunk.data[1], columns[at + 1 : last + 1].t())
-            assert bool(chunk.starts.all()) == (at == 0)
+    batches = dl.SequenceBatches(dl.batchify(tokens, lanes), lanes, window, world, shuffle=False)
+    positions = range(0, len(columns) - 1, window)
+    assert len(batches) == len(positions)
+    for at, loaded in zip(positions, batches.epoch(1), strict=True):
+        last = min(at + window, len(columns) - 1)
+        chunk = loaded.data(0)
+        assert torch.equal(chunk.data[0], columns[at:last].t())
+        assert torch.equal(chunk.data[1], columns[at + 1 : last + 1].t())
+        assert bool(chunk.starts.all()) == (at == 0)
     assert [len(inputs) for inputs, _ in dl.batchify(torch.arange(14), 4)] == [3, 3, 2, 2]
 
 
@@ -188,11 +185,12 @@ KINDS: list[tuple[Any, dict[str, Any], str]] = [  # sequences, options, what a T
 
 
 @pytest.mark.parametrize(("kind", "cases"), [(ValueError, VALUES), (TypeError, KINDS)])
-def test_bad_sequences_are_refused(kind: type[Exception], cases: list[tuple[Any, dict[str, Any], str]]) -> None:
-    with dl.join_world() as world:
-        for sequences, options, said in cases:
-            with pytest.raises(kind, match=said):
-                dl.SequenceBatches(sequences, **{"lanes": 2, "length": 3, "world": world, **options})
+def test_bad_sequences_are_refused(
+    kind: type[Exception], cases: list[tuple[Any, dict[str, Any], str]], world: dl.World
+) -> None:
+    for sequences, options, said in cases:
+        with pytest.raises(kind, match=said):
+            dl.SequenceBatches(sequences, **{"lanes": 2, "length": 3, "world": world, **options})
 
 
 def test_a_text_that_is_too_short_and_unpad_of_another_shape_are_refused() -> None:
@@ -255,30 +253,30 @@ def train_with_a_narrow_state(world: dl.World, folder: str) -> None:
         step.fold()
 
 
-def test_a_bad_hidden_state_is_refused_on_all_ranks(refused: Refused) -> None:
+def test_a_bad_hidden_state_is_refused_on_all_ranks(refused: Refused, world: dl.World) -> None:
     said = r"must keep its structure.*\[1, 4\].*\[1, 3\]"
     refused(3, train_with_a_narrow_state, kind="ValueError", said=said, by=1)
-    with dl.join_world() as world:
-        chunk = next(iter(dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)))
-        with pytest.raises(ValueError, match=r"in dimension 1. Got shape \(1, 9, 4\) for \d rows"):
-            chunk.hidden = torch.zeros(1, 9, 4)
-        with pytest.raises(TypeError, match=r"must be a tensor.*Got float"):
-            chunk.hidden = 1.0
-        with pytest.raises(TypeError, match="Got max"):
-            chunk.hidden = torch.ones(2, 2).max(0)
+    chunk = next(iter(dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)))
+    with pytest.raises(ValueError, match=r"in dimension 1. Got shape \(1, 9, 4\) for \d rows"):
+        chunk.hidden = torch.zeros(1, 9, 4)
+    with pytest.raises(TypeError, match=r"must be a tensor.*Got float"):
+        chunk.hidden = 1.0
+    with pytest.raises(TypeError, match="Got max"):
+        chunk.hidden = torch.ones(2, 2).max(0)
 
 
-def test_chunks_in_another_order_are_refused_and_an_epoch_that_begins_in_its_middle_has_no_state() -> None:
-    with dl.join_world() as world:
-        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
-        chunks = list(batches)
-        chunks[0].hidden = torch.zeros(1, LANES, 2)
-        with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*after mini-batch 1 of epoch 1"):
-            _ = chunks[2].hidden
-        chunks[1].hidden = chunks[1].hidden
-        chunks[2].hidden = chunks[2].hidden
-        with pytest.raises(RuntimeError, match="Chunks must be used in their order"):
-            chunks[1].hidden = torch.zeros(1, LANES, 2)
-        late = next(dl.SequenceBatches(numbered(), LANES, LENGTH, world).epoch(1, 2)).data(0)
-        with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*none was.*Assign chunk\.hidden"):
-            _ = late.hidden
+def test_chunks_in_another_order_are_refused_and_an_epoch_that_begins_in_its_middle_has_no_state(
+    world: dl.World,
+) -> None:
+    batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
+    chunks = list(batches)
+    chunks[0].hidden = torch.zeros(1, LANES, 2)
+    with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*after mini-batch 1 of epoch 1"):
+        _ = chunks[2].hidden
+    chunks[1].hidden = chunks[1].hidden
+    chunks[2].hidden = chunks[2].hidden
+    with pytest.raises(RuntimeError, match="Chunks must be used in their order"):
+        chunks[1].hidden = torch.zeros(1, LANES, 2)
+    late = next(dl.SequenceBatches(numbered(), LANES, LENGTH, world).epoch(1, 2)).data(0)
+    with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*none was.*Assign chunk\.hidden"):
+        _ = late.hidden

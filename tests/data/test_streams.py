@@ -260,7 +260,7 @@ def test_a_stream_that_raises_ends_all_ranks_in_the_step_that_needs_the_sample(r
     assert made == [1, 2]  # sample 14 is in the third
 
 
-def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step() -> None:
+def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step(world: dl.World) -> None:
     places: list[tuple[int, str]] = []
 
     class Told(Rows):
@@ -269,8 +269,7 @@ def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step() -> None:
                 places.append((number, str(world.where)))
                 yield row
 
-    with dl.join_world() as world:
-        for step in train_on(world, Told(18)):
-            assert str(world.where) == f" in optimizer of step {step.iteration}"
+    for step in train_on(world, Told(18)):
+        assert str(world.where) == f" in optimizer of step {step.iteration}"
     firsts = [place for number, place in places if number % 6 == 0]
     assert firsts == [f" in data of step {step}" for step in (1, 1, 2, 4, 4, 5)]  # the stream is one mini-batch ahead

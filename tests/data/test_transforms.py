@@ -230,7 +230,8 @@ def shift(by: float, rows: torch.Tensor, draws: dl.Draws, more: float = 0.0) -> 
         (Compiled(), ROWS + 4),
     ],
 )
-def test_a_transform_of_two_arguments_is_taken_whatever_it_is(change: Any, expected: torch.Tensor) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(ROWS, len(ROWS), world, transform=change, shuffle=False)
-        assert torch.equal(dl.predict(nn.Identity(), batches), expected)
+def test_a_transform_of_two_arguments_is_taken_whatever_it_is(
+    change: Any, expected: torch.Tensor, world: dl.World
+) -> None:
+    batches = dl.Batches(ROWS, len(ROWS), world, transform=change, shuffle=False)
+    assert torch.equal(dl.predict(nn.Identity(), batches), expected)

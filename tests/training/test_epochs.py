@@ -103,14 +103,13 @@ def test_epochs_of_unknown_length_have_their_numbers_too(on_ranks: OnRanks) -> N
         ((20, 5, 0), 0),  # and one of a longer loop
     ],
 )
-def test_a_loop_makes_the_steps_that_are_left(place: tuple[int, int, int], left: int) -> None:
+def test_a_loop_makes_the_steps_that_are_left(place: tuple[int, int, int], left: int, world: dl.World) -> None:
     made = []
-    with dl.join_world() as world:
-        loop = loop_over(world, "", model := network(), epochs=3)
-        loop.load_state_dict(dict(zip(("iteration", "epoch", "position"), place, strict=True)))
-        for step in loop:
-            take(step, model)
-            made.append(step.iteration)
+    loop = loop_over(world, "", model := network(), epochs=3)
+    loop.load_state_dict(dict(zip(("iteration", "epoch", "position"), place, strict=True)))
+    for step in loop:
+        take(step, model)
+        made.append(step.iteration)
     assert made == [*range(13 - left, 13)]
 
 

@@ -18,18 +18,17 @@ from tests.support.sources import Streamed
 from tests.support.training import loop_on, sgd, take, train
 
 
-def test_a_loop_and_its_batches_have_lengths() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(samples(10), 4, world)
-        endless = dl.Batches(lambda index: torch.ones(1), 4, world)
-        options: dict[str, Any] = {"state": {"model": network()}, "progress": False}
-        assert (batches.length, len(batches)) == (10, 3)
-        assert dl.Loop(batches, 2, **options).batches is batches
-        for epochs, steps, length in ((2, None, 6), (2, 5, 5), (2, 50, 6), (None, 7, 7)):
-            assert len(dl.Loop(batches, epochs, steps=steps, **options)) == length
-        assert len(dl.Loop(endless, steps=9, **options)) == 9
-        with pytest.raises(TypeError, match="len\\(\\) is not defined"):
-            len(dl.Loop(dl.Batches(Streamed(lambda: samples(3)), 4, world), 1, **options))
+def test_a_loop_and_its_batches_have_lengths(world: dl.World) -> None:
+    batches = dl.Batches(samples(10), 4, world)
+    endless = dl.Batches(lambda index: torch.ones(1), 4, world)
+    options: dict[str, Any] = {"state": {"model": network()}, "progress": False}
+    assert (batches.length, len(batches)) == (10, 3)
+    assert dl.Loop(batches, 2, **options).batches is batches
+    for epochs, steps, length in ((2, None, 6), (2, 5, 5), (2, 50, 6), (None, 7, 7)):
+        assert len(dl.Loop(batches, epochs, steps=steps, **options)) == length
+    assert len(dl.Loop(endless, steps=9, **options)) == 9
+    with pytest.raises(TypeError, match="len\\(\\) is not defined"):
+        len(dl.Loop(dl.Batches(Streamed(lambda: samples(3)), 4, world), 1, **options))
 
 
 def last_iteration(folder: str, stop_at: int | None) -> tuple[int, int]:

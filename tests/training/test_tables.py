@@ -53,18 +53,17 @@ def test_rank_0_writes_a_table(at: int, only_rank: int | None, on_ranks: OnRanks
     assert [one.name for one in (tmp_path / "tables").iterdir()] == ["counts.json"]
 
 
-def test_values_are_nested_sequences_an_array_or_a_tensor(tmp_path: Path) -> None:
+def test_values_are_nested_sequences_an_array_or_a_tensor(tmp_path: Path, world: dl.World) -> None:
     given: list[tuple[Any, object]] = [
         (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         (torch.tensor([[0.5, torch.nan], [torch.inf, 1]], dtype=torch.bfloat16), [[0.5, None], [None, 1.0]]),
         (np.ones((2, 1), dtype=np.float32), [[1.0], [1.0]]),
         (((True, np.int64(2)), [0.5, torch.tensor(3)]), [[1, 2], [0.5, 3]]),
     ]
-    with dl.join_world() as world:
-        loop = loop_over(world, str(tmp_path), network())
-        for values, kept in given:
-            loop.log_table("counts", values)
-            assert table_of(tmp_path)["values"] == kept
+    loop = loop_over(world, str(tmp_path), network())
+    for values, kept in given:
+        loop.log_table("counts", values)
+        assert table_of(tmp_path)["values"] == kept
 
 
 NAMES: list[Any] = ["", "../up", "a.json", "a b", "\N{LATIN SMALL LETTER E WITH ACUTE}", "-a", "a" * 65, 3, None]
