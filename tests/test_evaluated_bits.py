@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
-from torch.utils.data import IterableDataset
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
+from tests.support.sources import Mapped, Streamed
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("B8")
@@ -47,25 +47,8 @@ class Network(nn.Module):
         return logits
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: tuple[torch.Tensor, ...]) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return zip(*self.data, strict=True)
-
-
-class Rows:
-    """Read one by one."""
-
-    def __init__(self, data: tuple[torch.Tensor, ...]) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data[0])
-
-    def __getitem__(self, index: int) -> Any:
-        return tuple(part[index] for part in self.data)
+def row_of(data: tuple[torch.Tensor, ...], index: int) -> Any:
+    return tuple(part[index] for part in data)
 
 
 def losses(logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -121,9 +104,9 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
         if kind == "shuffled":
             more = {"shuffle": True}
         elif kind == "stream":
-            data, more = Stream(data), {}
+            data, more = Streamed(partial(zip, *data)), {}
         elif kind == "workers":
-            data, more["num_workers"] = Rows(data), 1
+            data, more["num_workers"] = Mapped(size, partial(row_of, data)), 1
         elif kind == "local":
             more["partition"] = "local"
         elif kind == "own":  # each rank has whole pieces
