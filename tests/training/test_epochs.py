@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, mean_of, network, samples
+from tests.support.sources import Streamed
 from tests.support.training import loop_on, sgd, take
 
 
@@ -75,16 +75,9 @@ def test_a_loop_of_so_many_steps_ends_within_an_epoch_which_a_resumed_one_repeat
     assert on_ranks(2, steps_in_epochs, str(tmp_path)) == [expected, expected]
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    """Ten rows."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(samples(10))
-
-
 def stream_in_epochs() -> list[tuple[int, int]]:
     with dl.join_world() as world:
-        batches = dl.Batches(Stream(), 4, world)
+        batches = dl.Batches(Streamed(lambda: samples(10)), 4, world)
         assert batches.steps is None
         model = network()
         return numbers_and_steps(loop_on(batches, model, epochs=2), model)

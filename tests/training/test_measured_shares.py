@@ -19,13 +19,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset, StackDataset
+from torch.utils.data import StackDataset
 
 import ddp_loop as dl
 from ddp_loop.training.checks import MEASURED_STEPS, WARM_UP, shares_of
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused
+from tests.support.sources import Streamed
 from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.on_gpus_too, pytest.mark.covers("C5")]
@@ -54,18 +55,13 @@ def numbered() -> tuple[torch.Tensor, ...]:
     return (*make_data((6,), SAMPLES), torch.arange(SAMPLES))
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return zip(*numbered(), strict=True)
-
-
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "tensors": (numbered, {}),
     "a data set with workers": (  # which cannot share what lies on a GPU
         lambda: StackDataset(*(one.cpu() for one in numbered())),  # type: ignore[arg-type]
         {"num_workers": 2, "prefetch_factor": 3},
     ),
-    "a stream": (Stream, {}),
+    "a stream": (lambda: Streamed(partial(zip, *numbered())), {}),
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import ddp_loop as dl
 from tests.support.gathering import spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.sources import Streamed
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.on_gpus_too
@@ -186,18 +188,10 @@ def test_a_rank_without_a_shard_that_does_not_gather_ends_all(refused: Refused) 
     refused(3, gather_on_some, kind="RuntimeError", said="Call it also where a rank has no shard")
 
 
-class Rows:
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(samples(self.count))
-
-
 def gather_streams(world: dl.World, folder: str) -> None:
     """Of 5 and of 4 samples."""
     model = network()
-    for step in loop_on(dl.Batches(Rows(5 - world.rank), 6, world), model):
+    for step in loop_on(dl.Batches(Streamed(partial(samples, 5 - world.rank)), 6, world), model):
         hold(step, model)
 
 
