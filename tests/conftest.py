@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import ddp_loop as dl
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
 from tests.fake_cuda.build import NoFakeCuda, environment
@@ -164,24 +165,13 @@ def on_ranks(device_kind: str, request: pytest.FixtureRequest) -> OnRanks:
 @pytest.fixture
 def on_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
     """`on_ranks` with a fake GPU for each rank, where all that a task makes lies; see `tests.support.devices`."""
-    return _on_fakes(run_on_gpu, *fake_gpu_pool)
+    return _on_pool(run_on_gpu, *fake_gpu_pool)
 
 
 @pytest.fixture
 def on_cpus(pool: Pool) -> OnRanks:
     """`on_ranks` on the CPU."""
-
-    def run(
-        ranks: int,
-        function: Callable[..., Result],
-        /,
-        *arguments: Any,
-        timeout_s: float = TASK_S,
-        **keywords: Any,
-    ) -> list[Result]:
-        return pool.run(run_on_cpu, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
-
-    return run
+    return _on_pool(run_on_cpu, pool, {})
 
 
 def _with_fakes(kind: str, ranks: int) -> Iterator[tuple[Pool, dict[str, str]]]:
@@ -206,7 +196,7 @@ def fake_npu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
     yield from _with_fakes("npu", NPUS)
 
 
-def _on_fakes(runner: Callable[..., Any], pool: Pool, variables: dict[str, str]) -> OnRanks:
+def _on_pool(runner: Callable[..., Any], pool: Pool, variables: dict[str, str]) -> OnRanks:
     def run(
         ranks: int,
         function: Callable[..., Result],
@@ -224,19 +214,26 @@ def _on_fakes(runner: Callable[..., Any], pool: Pool, variables: dict[str, str])
 @pytest.fixture
 def on_fake_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
     """Run a function of the test file on ranks with a fake GPU each; see `tests.fake_cuda`."""
-    return _on_fakes(run_cleanly, *fake_gpu_pool)
+    return _on_pool(run_cleanly, *fake_gpu_pool)
 
 
 @pytest.fixture
 def on_fake_npus(fake_npu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
     """Run a function of the test file on ranks with a device `npu:N` each; see `tests.fake_cuda.npu`."""
-    return _on_fakes(run_cleanly, *fake_npu_pool)
+    return _on_pool(run_cleanly, *fake_npu_pool)
 
 
 @pytest.fixture
 def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
     """Ask that all ranks refuse a scenario: `refused(3, scenario, kind="ValueError", said="must be")`."""
     return Refused(on_ranks, tmp_path / "run")
+
+
+@pytest.fixture
+def world() -> Iterator[dl.World]:
+    """A world of this process alone."""
+    with dl.join_world() as world:
+        yield world
 
 
 @pytest.fixture(autouse=True)

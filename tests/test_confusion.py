@@ -11,7 +11,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.images import images, network
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 
 SIZE = 100
 
@@ -102,12 +102,11 @@ def count(world: dl.World, folder: str, case: str) -> None:
     ],
 )
 def test_what_cannot_be_counted_is_refused_on_every_rank(case: str, said: str, refused: Refused) -> None:
-    refused(2, count, case, kind="ValueError", said=said, by=ALL)
+    refused(2, count, case, kind="ValueError", said=said)
 
 
-def test_equal_outputs_count_as_the_first_and_forward_is_used() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches((torch.ones(4, 2), torch.tensor([0, 1, 2, 2])), 4, world)
-        model = nn.Linear(2, 3)
-        counts = dl.confusion_matrix(model, batches, 3, forward=lambda model, data: torch.zeros(len(data[1]), 3))
+def test_equal_outputs_count_as_the_first_and_forward_is_used(world: dl.World) -> None:
+    batches = dl.Batches((torch.ones(4, 2), torch.tensor([0, 1, 2, 2])), 4, world)
+    model = nn.Linear(2, 3)
+    counts = dl.confusion_matrix(model, batches, 3, forward=lambda model, data: torch.zeros(len(data[1]), 3))
     assert counts.tolist() == [[1, 0, 0], [1, 0, 0], [2, 0, 0]]

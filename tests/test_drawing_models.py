@@ -17,6 +17,9 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
+from tests.support.training import loop_on
+
+pytestmark = pytest.mark.covers("B8")
 
 
 class Drawing(nn.Module):
@@ -53,7 +56,7 @@ def evaluated(shards: int | None) -> Found:
         return errors, predicted, [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-@pytest.mark.covers("B8", "H7")
+@pytest.mark.covers("H7")
 @pytest.mark.both_exchanges
 @pytest.mark.parametrize("shards", [6, None])
 def test_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(shards: int | None, on_ranks: OnRanks) -> None:
@@ -62,7 +65,6 @@ def test_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(shards: int
         assert on_ranks(ranks, evaluated, shards) == [alone] * ranks
 
 
-@pytest.mark.covers("B8")
 def test_the_streams_stand_alike_afterwards(on_ranks: OnRanks) -> None:
     with dl.join_world(seed=2):
         Drawing()
@@ -73,7 +75,6 @@ def test_the_streams_stand_alike_afterwards(on_ranks: OnRanks) -> None:
         assert found[0][2] == untouched
 
 
-@pytest.mark.covers("B8")
 def test_each_evaluation_draws_anew(on_ranks: OnRanks) -> None:
     [(errors, predicted, _)] = on_ranks(1, evaluated, 6)
     assert errors[0] != errors[1]
@@ -88,13 +89,8 @@ def trained(
     with dl.join_world(seed=2) as world:
         model = Drawing()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        loop = dl.Loop(
-            dl.Batches(samples(24), 6, world, shards=4),
-            epochs,
-            state={"model": model, "optimizer": optimizer},
-            progress=False,
-            run_dir=folder,
-            resume=True,
+        loop = loop_on(
+            dl.Batches(samples(24), 6, world, shards=4), model, optimizer, epochs=epochs, run_dir=folder, resume=True
         )
         held_out, found = dl.Batches(samples(21), 5, world, shards=4, shuffle=False), {}
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
-from torch.utils.data import IterableDataset
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
+from tests.support.sources import Mapped, Streamed
+from tests.support.training import loop_on
+
+pytestmark = pytest.mark.covers("B8")
 
 FEATURES, CLASSES = 37, 5
 RANKS = (1, 2, 3, 5)
@@ -44,25 +47,8 @@ class Network(nn.Module):
         return logits
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: tuple[torch.Tensor, ...]) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return zip(*self.data, strict=True)
-
-
-class Rows:
-    """Read one by one."""
-
-    def __init__(self, data: tuple[torch.Tensor, ...]) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data[0])
-
-    def __getitem__(self, index: int) -> Any:
-        return tuple(part[index] for part in self.data)
+def row_of(data: tuple[torch.Tensor, ...], index: int) -> Any:
+    return tuple(part[index] for part in data)
 
 
 def losses(logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -118,9 +104,9 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
         if kind == "shuffled":
             more = {"shuffle": True}
         elif kind == "stream":
-            data, more = Stream(data), {}
+            data, more = Streamed(partial(zip, *data)), {}
         elif kind == "workers":
-            data, more["num_workers"] = Rows(data), 1
+            data, more["num_workers"] = Mapped(size, partial(row_of, data)), 1
         elif kind == "local":
             more["partition"] = "local"
         elif kind == "own":  # each rank has whole pieces
@@ -142,7 +128,6 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("kind", ["tensors", "shuffled", "stream", "workers", "local", "own", "shares", "drawing"])
 @pytest.mark.parametrize(
     ("size", "batch_size", "dtype"),
@@ -168,7 +153,7 @@ def stopped_early() -> tuple[list[float], int, str]:
         train = dl.Batches(rows(48)[:2], 12, world, shards=6)
         held_out = dl.Batches(rows(501)[:2], 100, world, shuffle=False)
         patience, found = dl.EarlyStopping(model, 2), []
-        loop = dl.Loop(train, 30, state={"model": model, "optimizer": optimizer}, progress=False)
+        loop = loop_on(train, model, optimizer, epochs=30)
         for epoch in loop.epochs():
             for step in epoch:
                 for inputs, labels in step:
@@ -185,7 +170,7 @@ def stopped_early() -> tuple[list[float], int, str]:
         return found, patience.best, hashlib.sha256(weights).hexdigest()
 
 
-@pytest.mark.covers("B5", "B8")
+@pytest.mark.covers("B5")
 @pytest.mark.slow
 def test_early_stopping_ends_at_the_same_epoch_with_the_same_weights_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     [alone] = on_ranks(1, stopped_early)
@@ -212,7 +197,6 @@ def sequences_evaluated(lanes: int) -> str:
         return hashlib.sha256(repr(found).encode() + bytes_of(predicted)).hexdigest()
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("lanes", [3, 13])
 @pytest.mark.slow
 def test_sequences_too(lanes: int, on_ranks: OnRanks) -> None:
@@ -233,7 +217,6 @@ def pieces(size: int, batch_size: int, shares: list[float] | None) -> list[int]:
         return found
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize(("size", "batch_size"), [(501, 100), (1000, 96), (100, 100), (64, 4), (5, 8)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.slow
@@ -247,7 +230,6 @@ def test_a_rank_needs_no_more_memory_than_for_a_shard_of_its_own_and_no_rank_wai
     assert sum(map(sum, results)) == size
 
 
-@pytest.mark.covers("B8")
 def test_a_share_is_a_rank_s_part_of_the_pieces(on_ranks: OnRanks) -> None:
     results = on_ranks(3, pieces, 1000, 100, [0.41, 0.0, 0.59])
     assert [len(found) for found in results] == [32, 0, 48]  # of 80; 32.8 and 47.2 would be exact

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,11 +12,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 import ddp_loop as dl
-from tests.support.harness import FAULT_S, OnRanks, child_processes
+from tests.support.harness import OnRanks, child_processes
 from tests.support.images import IMAGES, hits, images, network
+from tests.support.refusals import Refused
+from tests.support.sources import Mapped
+from tests.support.training import loop_on
+
+pytestmark = pytest.mark.covers("B8")
 
 
 def share_of_hits(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -42,23 +46,20 @@ def accuracy_of_one_process(size: int = IMAGES) -> float:
         return int(hits(model(inputs), labels).sum()) / size
 
 
-@pytest.mark.covers("B8")
+@pytest.mark.covers("C6")
 @pytest.mark.parametrize(
-    ("ranks", "batch_size", "shards"), [(1, 300, None), (2, 999, None), (3, 64, None), (3, 300, 7)]
+    ("ranks", "batch_size", "shards", "size"),
+    [
+        *((1, 300, None, 1000), (2, 999, None, 1000), (3, 64, None, 1000), (3, 300, 7, 1000)),
+        *((3, 8, None, 1), (3, 8, None, 2), (3, 8, 1, 10)),  # a rank without samples adds nothing
+    ],
 )
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_accuracy_equals_one_process_to_the_bit(
-    ranks: int, batch_size: int, shards: int | None, shuffle: bool, on_ranks: OnRanks
+    ranks: int, batch_size: int, shards: int | None, size: int, shuffle: bool, on_ranks: OnRanks
 ) -> None:
-    expected = {"accuracy": accuracy_of_one_process(), "samples": 1000}
-    assert on_ranks(ranks, evaluated, batch_size, shards, shuffle) == [expected] * ranks
-
-
-@pytest.mark.covers("B8", "C6")
-@pytest.mark.parametrize(("size", "batch_size", "shards"), [(1, 8, None), (2, 8, None), (10, 8, 1)])
-def test_a_rank_without_samples_adds_nothing(size: int, batch_size: int, shards: int | None, on_ranks: OnRanks) -> None:
     expected = {"accuracy": accuracy_of_one_process(size), "samples": size}
-    assert on_ranks(3, evaluated, batch_size, shards, False, size) == [expected] * 3
+    assert on_ranks(ranks, evaluated, batch_size, shards, shuffle, size) == [expected] * ranks
 
 
 def first_pixel(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -79,7 +80,6 @@ def several_metrics() -> dict[str, float]:
         )
 
 
-@pytest.mark.covers("B8")
 def test_means_of_shards_are_weighted_by_their_samples(on_ranks: OnRanks) -> None:
     # 1,000 in mini-batches of 7 over 3 ranks: shards of 3, 2, 2, and at last 2, 2, 2.
     found, *others = on_ranks(3, several_metrics)
@@ -109,7 +109,6 @@ def mean_over_tokens(data: Any, none: bool) -> dict[str, float]:
         return dl.evaluate(network(), dl.Batches(data, 7, world), loss=no_token if none else per_token, hits=hits)
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("none", [False, True])
 def test_a_sum_over_another_one_is_a_mean_over_tokens(none: bool, on_ranks: OnRanks) -> None:
     inputs, labels = images(40)
@@ -124,26 +123,9 @@ def test_a_sum_over_another_one_is_a_mean_over_tokens(none: bool, on_ranks: OnRa
     assert all(other == found for other in others)
 
 
-def sum_of_some(logits: torch.Tensor, labels: torch.Tensor) -> dl.Sum:
-    return dl.Sum(labels, over=labels if labels[0] else None)
-
-
 CLASS_WEIGHTS = torch.linspace(1.0, 9.0, 10, dtype=torch.float64)
-CRITERIA: dict[str, Callable[..., torch.Tensor]] = {
-    "as it is": nn.CrossEntropyLoss(),
-    "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
-    "ignored": nn.functional.cross_entropy,
-    "all": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
-    "a class of weight 0": nn.CrossEntropyLoss(CLASS_WEIGHTS.where(torch.arange(10) != 3, 0.0), label_smoothing=0.3),
-    "labels of a byte": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
-    "weights as arguments": partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=3),
-    "a sum": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum"),
-    "a sum as an argument": partial(nn.functional.multi_margin_loss, reduction="sum"),
-    "a sum by the old argument": partial(nn.functional.multi_margin_loss, size_average=False),
-    "a sum by both old arguments": partial(nn.functional.cross_entropy, size_average=False, reduce=True),
-    "a mean by the old argument": partial(nn.functional.cross_entropy, size_average=True, weight=CLASS_WEIGHTS),
-    "the old argument before the new one": partial(nn.functional.multi_margin_loss, reduction="sum", reduce=True),
-}
+WITHOUT_3 = CLASS_WEIGHTS.where(torch.arange(10) != 3, 0.0)
+by_weight = partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS)
 
 
 class OverSamples(nn.CrossEntropyLoss):
@@ -153,8 +135,49 @@ class OverSamples(nn.CrossEntropyLoss):
         return nn.functional.cross_entropy(output, labels, self.weight, reduction="none").mean()
 
 
+def with_a_last_layer(**options: Any) -> nn.Module:
+    torch.manual_seed(2)
+    return cast(nn.Module, nn.LinearCrossEntropyLoss(10, 10, bias=True, dtype=torch.float64, **options))
+
+
+CRITERIA: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
+    "as it is": nn.CrossEntropyLoss,
+    "class weights": lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    "ignored": lambda: nn.functional.cross_entropy,
+    "all": lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
+    "a class of weight 0": lambda: nn.CrossEntropyLoss(WITHOUT_3, label_smoothing=0.3),
+    "labels of a byte": lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    "weights as arguments": lambda: partial(by_weight, ignore_index=3),
+    "a sum": lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum"),
+    "a sum as an argument": lambda: partial(nn.functional.multi_margin_loss, reduction="sum"),
+    "a sum by the old argument": lambda: partial(by_weight, size_average=False),
+    "a sum by both old arguments": lambda: partial(nn.functional.cross_entropy, size_average=False, reduce=True),
+    "a sum by a module's old argument": lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS, size_average=False),
+    "a mean by the old argument": lambda: partial(by_weight, size_average=True),
+    "the old argument before the new one": lambda: partial(
+        nn.functional.multi_margin_loss, reduction="sum", reduce=True
+    ),
+    "losses by the old argument": lambda: partial(by_weight, reduce=False),
+    "losses by both old arguments": lambda: partial(by_weight, reduce=False, size_average=True, reduction="sum"),
+    "losses by a module's old argument": lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS, reduce=False),
+    "the script's own mean over samples": lambda: OverSamples(weight=CLASS_WEIGHTS),
+    "ignored log probabilities": nn.NLLLoss,
+    "ignored and weighted log probabilities": lambda: nn.NLLLoss(weight=CLASS_WEIGHTS),
+    "ignored log probabilities of images": nn.NLLLoss2d,
+    "ignored and weighted log probabilities of images": lambda: nn.NLLLoss2d(weight=CLASS_WEIGHTS),
+}
+if hasattr(nn, "LinearCrossEntropyLoss"):  # which older ones of torch have not
+    CRITERIA |= {
+        "ignored, with a layer": with_a_last_layer,
+        "3 is ignored, with a layer": lambda: with_a_last_layer(ignore_index=3),
+        "class weights, with a layer": lambda: with_a_last_layer(weight=CLASS_WEIGHTS),
+        "smoothed class weights, with a layer": lambda: with_a_last_layer(weight=WITHOUT_3, label_smoothing=0.3),
+        "a sum, with a layer": lambda: with_a_last_layer(reduction="sum"),
+    }
+
+
 def labelled(what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ignored = -100 if what == "ignored" else 3
+    ignored = -100 if what.startswith("ignored") else 3
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(10, (100,), generator=generator)
     labels[labels < 4] = ignored  # unequally many in each shard
@@ -163,100 +186,45 @@ def labelled(what: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(100, 10, dtype=torch.float64, generator=generator), labels.to(kind)
 
 
-def evaluated_by(what: str) -> dict[str, float]:
+def evaluated_by_each() -> dict[str, dict[str, float]]:
     with dl.join_world() as world:
-        return dl.evaluate(nn.Identity(), dl.Batches(labelled(what), 48, world, shuffle=False), loss=CRITERIA[what])
+        return {
+            what: dl.evaluate(nn.Identity(), dl.Batches(labelled(what), 48, world, shuffle=False), loss=criterion())
+            for what, criterion in CRITERIA.items()
+        }
 
 
-@pytest.mark.filterwarnings("ignore:size_average and reduce")
-@pytest.mark.parametrize("what", CRITERIA)
-def test_class_weights_and_ignored_labels_count_as_on_the_whole_data(what: str, on_ranks: OnRanks) -> None:
-    expected = CRITERIA[what](*labelled(what)).item()
-    for found in on_ranks(3, evaluated_by, what):
-        assert found == {"loss": pytest.approx(expected, rel=1e-12), "samples": 100}
-
-
-@pytest.mark.filterwarnings("ignore:size_average and reduce")
-def test_the_old_arguments_of_torchs_losses_mean_what_torch_takes_them_for() -> None:
-    output, labels = labelled("as it is")
-    losses = nn.functional.cross_entropy(output, labels, CLASS_WEIGHTS, reduction="none")
-    by_weight = partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS)
-    criteria = (
-        (partial(by_weight, reduce=False), losses.mean()),
-        (partial(by_weight, reduce=False, size_average=True, reduction="sum"), losses.mean()),
-        (nn.CrossEntropyLoss(CLASS_WEIGHTS, reduce=False), losses.mean()),
-        (partial(by_weight, size_average=False), losses.sum()),
-        (nn.CrossEntropyLoss(CLASS_WEIGHTS, size_average=False), losses.sum()),
-    )
-    for criterion, expected in criteria:
-        with dl.join_world() as world:
-            found = dl.evaluate(nn.Identity(), dl.Batches((output, labels), 48, world, shuffle=False), loss=criterion)
-        assert found["loss"] == pytest.approx(expected.item(), rel=1e-12)
-
-
-def with_a_last_layer(**options: Any) -> nn.Module:
-    torch.manual_seed(2)
-    return cast(nn.Module, nn.LinearCrossEntropyLoss(10, 10, bias=True, dtype=torch.float64, **options))
-
-
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch has no such loss")
-def test_a_cross_entropy_with_the_last_layer_in_it_counts_its_labels_too() -> None:
-    smoothed = {"weight": CLASS_WEIGHTS.where(torch.arange(10) != 3, 0.0), "label_smoothing": 0.3}
-    for what, criterion in (
-        ("ignored", with_a_last_layer()),
-        ("3 is ignored", with_a_last_layer(ignore_index=3)),
-        ("class weights", with_a_last_layer(weight=CLASS_WEIGHTS)),
-        ("smoothed class weights", with_a_last_layer(**smoothed)),
-        ("a sum", with_a_last_layer(reduction="sum")),
-    ):
-        with dl.join_world() as world:
-            found = dl.evaluate(nn.Identity(), dl.Batches(labelled(what), 48, world, shuffle=False), loss=criterion)
-        assert found["loss"] == pytest.approx(criterion(*labelled(what)).item(), rel=1e-12), what
-
-
-@pytest.mark.filterwarnings("ignore:.NLLLoss2d. has been deprecated:FutureWarning")
-@pytest.mark.parametrize("kind", [nn.NLLLoss, nn.NLLLoss2d])
-def test_the_loss_of_log_probabilities_counts_its_labels_too(kind: type[nn.NLLLoss]) -> None:
-    model = nn.LogSoftmax(1)
-    for criterion in (kind(), kind(weight=CLASS_WEIGHTS)):
-        output, labels = labelled("ignored")
-        with dl.join_world() as world:
-            found = dl.evaluate(model, dl.Batches((output, labels), 48, world, shuffle=False), loss=criterion)
-        assert found["loss"] == pytest.approx(criterion(model(output), labels).item(), rel=1e-12)
-
-
-def test_a_criterion_of_the_script_s_own_is_a_mean_over_samples() -> None:
-    criterion = OverSamples(weight=CLASS_WEIGHTS)
-    with dl.join_world() as world:
-        found = dl.evaluate(nn.Identity(), dl.Batches(labelled("as it is"), 48, world, shuffle=False), loss=criterion)
-    assert found["loss"] == pytest.approx(criterion(*labelled("as it is")).item(), rel=1e-12)
+@pytest.mark.filterwarnings("ignore:size_average and reduce", "ignore:.NLLLoss2d. has been deprecated:FutureWarning")
+def test_class_weights_and_ignored_labels_count_as_on_the_whole_data(on_ranks: OnRanks) -> None:
+    for found in on_ranks(3, evaluated_by_each):
+        for what, criterion in CRITERIA.items():
+            expected = criterion()(*labelled(what)).mean().item()
+            assert found[what] == {"loss": pytest.approx(expected, rel=1e-12), "samples": 100}, what
 
 
 def some_of(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return default_collate([one for one in samples if one[1] != 5])
 
 
-def test_data_with_fewer_rows_than_samples_are_refused_but_for_sums() -> None:
+def test_data_with_fewer_rows_than_samples_are_refused_but_for_sums(world: dl.World) -> None:
     """As where `collate_fn` leaves samples out."""
     output, labels = labelled("as it is")
-    with dl.join_world() as world:
-        batches = dl.Batches(TensorDataset(output, labels), 48, world, shuffle=False, collate_fn=some_of)
-        found = dl.evaluate(nn.Identity(), batches, loss=nn.functional.cross_entropy)
-        expected = nn.functional.cross_entropy(output[labels != 5], labels[labels != 5]).item()
-        assert found["loss"] == pytest.approx(expected, rel=1e-12)
-        with pytest.raises(ValueError, match=r"samples, \d in this one. Its data and the output have \d rows"):
-            dl.evaluate(nn.Identity(), batches, accuracy=lambda one, other: (one.argmax(1) == other).float().mean())
+    batches = dl.Batches(TensorDataset(output, labels), 48, world, shuffle=False, collate_fn=some_of)
+    found = dl.evaluate(nn.Identity(), batches, loss=nn.functional.cross_entropy)
+    expected = nn.functional.cross_entropy(output[labels != 5], labels[labels != 5]).item()
+    assert found["loss"] == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ValueError, match=r"samples, \d in this one. Its data and the output have \d rows"):
+        dl.evaluate(nn.Identity(), batches, accuracy=lambda one, other: (one.argmax(1) == other).float().mean())
 
 
-def test_pairs_of_samples_and_an_object_that_equals_all_are_means_over_samples() -> None:
+def test_pairs_of_samples_and_an_object_that_equals_all_are_means_over_samples(world: dl.World) -> None:
     output, labels = labelled("as it is")
-    with dl.join_world() as world:
-        pairs = dl.Batches(TensorDataset(output[:96], labels[:96]), 32, world, shuffle=False, collate_fn=first_of_pairs)
-        found = dl.evaluate(nn.Identity(), pairs, loss=lambda one, other: one.mean())
-        assert found["loss"] == pytest.approx(output[:96:2].mean().item(), rel=1e-12)
-        output, labels = labelled("ignored")
-        batches = dl.Batches((output, labels), 48, world, shuffle=False)
-        assert dl.evaluate(nn.Identity(), batches, loss=EqualToAll())["loss"] == pytest.approx(output.mean().item())
+    pairs = dl.Batches(TensorDataset(output[:96], labels[:96]), 32, world, shuffle=False, collate_fn=first_of_pairs)
+    found = dl.evaluate(nn.Identity(), pairs, loss=lambda one, other: one.mean())
+    assert found["loss"] == pytest.approx(output[:96:2].mean().item(), rel=1e-12)
+    output, labels = labelled("ignored")
+    batches = dl.Batches((output, labels), 48, world, shuffle=False)
+    assert dl.evaluate(nn.Identity(), batches, loss=EqualToAll())["loss"] == pytest.approx(output.mean().item())
 
 
 def first_of_pairs(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -275,12 +243,8 @@ class EqualToAll:
         return output.mean()
 
 
-class OfOnePart(Dataset[tuple[torch.Tensor]]):
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
-        return (torch.full((2,), float(index)),)
+def of_one_part() -> Mapped:
+    return Mapped(10, lambda index: (torch.full((2,), float(index)),))
 
 
 def spread(shards: int | None) -> float:
@@ -289,23 +253,21 @@ def spread(shards: int | None) -> float:
         return dl.evaluate(nn.Identity(), batches, spread=lambda output, _: output.max() - output.min())["spread"]
 
 
-def test_samples_of_one_part_leave_the_metric_the_output_alone() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(OfOnePart(), 5, world, shuffle=False)
-        assert dl.evaluate(nn.Identity(), batches, size=lambda output: output.mean(1)) == {"size": 4.5, "samples": 10}
+def test_samples_of_one_part_leave_the_metric_the_output_alone(world: dl.World) -> None:
+    batches = dl.Batches(of_one_part(), 5, world, shuffle=False)
+    assert dl.evaluate(nn.Identity(), batches, size=lambda output: output.mean(1)) == {"size": 4.5, "samples": 10}
 
 
-def test_a_metric_that_cannot_take_its_arguments_is_named_with_what_it_is_given() -> None:
+def test_a_metric_that_cannot_take_its_arguments_is_named_with_what_it_is_given(world: dl.World) -> None:
     def failing(output: torch.Tensor) -> torch.Tensor:
         raise TypeError("the script's own")
 
     said = r"the parts of the data after the first, here 0\. mse cannot .* argument: 'x'\. .* pass its tensor"
-    with dl.join_world() as world:
-        batches = dl.Batches(OfOnePart(), 5, world, shuffle=False)
-        with pytest.raises(TypeError, match=said):
-            dl.evaluate(nn.Identity(), batches, mse=lambda output, x: (output - x).square().mean(1))
-        with pytest.raises(TypeError, match=r"^the script's own$"):
-            dl.evaluate(nn.Identity(), batches, failing=failing)
+    batches = dl.Batches(of_one_part(), 5, world, shuffle=False)
+    with pytest.raises(TypeError, match=said):
+        dl.evaluate(nn.Identity(), batches, mse=lambda output, x: (output - x).square().mean(1))
+    with pytest.raises(TypeError, match=r"^the script's own$"):
+        dl.evaluate(nn.Identity(), batches, failing=failing)
 
 
 def test_a_loss_that_compares_samples_is_the_mini_batchs_with_one_shard(on_ranks: OnRanks) -> None:
@@ -314,59 +276,36 @@ def test_a_loss_that_compares_samples_is_the_mini_batchs_with_one_shard(on_ranks
     assert spreads[None] == [0.0] * 3  # of shards with a sample each
 
 
-def test_a_metric_of_two_kinds_is_refused() -> None:
-    data = torch.zeros(2, 3, 1), torch.tensor([0, 1])
-    said = "must be of one kind in every shard. bad is a dl.Sum and a dl.Sum with over= in different shards"
-    with dl.join_world() as world, pytest.raises(ValueError, match=said):
-        dl.evaluate(nn.Identity(), dl.Batches(data, 1, world, shards=1), bad=sum_of_some)
-
-
-def test_nan_is_not_hidden() -> None:
-    with dl.join_world() as world:
-        result = dl.evaluate(nn.Identity(), dl.Batches(torch.zeros(4), 2, world), bad=lambda x, _: x / 0)
+def test_nan_is_not_hidden(world: dl.World) -> None:
+    result = dl.evaluate(nn.Identity(), dl.Batches(torch.zeros(4), 2, world), bad=lambda x, _: x / 0)
     assert math.isnan(result["bad"])
 
 
-class Dicts(Dataset[Any]):
-    """Samples that are dicts."""
-
-    def __len__(self) -> int:
-        return IMAGES
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"image": self.inputs[index], "label": self.labels[index]}
-
-    def __init__(self) -> None:
-        self.inputs, self.labels = images()
+def dicts() -> Mapped:
+    inputs, labels = images()
+    return Mapped(IMAGES, lambda index: {"image": inputs[index], "label": labels[index]})
 
 
 def evaluated_dicts(workers: int) -> dict[str, float]:
     with dl.join_world() as world:
         return dl.evaluate(
             network(),
-            dl.Batches(Dicts(), 200, world, num_workers=workers, multiprocessing_context="fork" if workers else None),
+            dl.Batches(dicts(), 200, world, num_workers=workers, multiprocessing_context="fork" if workers else None),
             forward=lambda model, data: model(data["image"]),
             accuracy=lambda logits, data: hits(logits, data["label"]),
         )
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_dicts_are_given_whole_to_forward_and_to_the_metrics(workers: int, on_ranks: OnRanks) -> None:
     expected = {"accuracy": accuracy_of_one_process(), "samples": 1000}
     assert on_ranks(2, evaluated_dicts, workers) == [expected] * 2
 
 
-def test_dicts_without_forward_are_refused() -> None:
-    with dl.join_world() as world, pytest.raises(TypeError, match="Pass forward=lambda model, data"):
-        dl.evaluate(nn.Identity(), dl.Batches({"x": torch.zeros(4)}, 2, world))
-
-
-def test_a_lone_tensor_is_given_to_the_metrics_as_an_autoencoder_needs() -> None:
+def test_a_lone_tensor_is_given_to_the_metrics_as_an_autoencoder_needs(world: dl.World) -> None:
     data = torch.arange(6.0)
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 4, world)
-        error = dl.evaluate(nn.Identity(), batches, error=lambda output, inputs: (output + 2 - inputs) ** 2)
+    batches = dl.Batches(data, 4, world)
+    error = dl.evaluate(nn.Identity(), batches, error=lambda output, inputs: (output + 2 - inputs) ** 2)
     assert error == {"error": 4.0, "samples": 6}
 
 
@@ -387,22 +326,20 @@ class Watching(nn.Module):
         return output
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
 @pytest.mark.parametrize("frozen", [(), (1,), (0, 1, 2, 3)], ids=["none frozen", "batch norm frozen", "all frozen"])
 def test_the_model_is_in_evaluation_mode_and_goes_back_to_the_mode_it_was_in(
-    call: Callable[..., Any], frozen: tuple[int, ...]
+    call: Callable[..., Any], frozen: tuple[int, ...], world: dl.World
 ) -> None:
     model = network()
     for number in frozen:
         model[number].eval()  # type: ignore[index]
     watching = Watching(model)
     before, state = modes(watching), {key: value.clone() for key, value in watching.state_dict().items()}
-    with dl.join_world() as world:
-        call(watching, dl.Batches(images(), 300, world))
-        assert watching.seen == {(False,) * (len(before) + 2)}
-        assert modes(watching) == before
-        assert torch.is_grad_enabled()
+    call(watching, dl.Batches(images(), 300, world))
+    assert watching.seen == {(False,) * (len(before) + 2)}
+    assert modes(watching) == before
+    assert torch.is_grad_enabled()
     assert all(torch.equal(value, state[key]) for key, value in watching.state_dict().items())
     assert all(parameter.grad is None for parameter in watching.parameters())
 
@@ -411,117 +348,121 @@ def fail(*values: Any) -> Any:
     raise LookupError("no such class")
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
 def test_the_mode_comes_back_and_the_workers_end_also_after_an_exception(
-    call: Callable[..., Any], workers: int
+    call: Callable[..., Any], workers: int, world: dl.World
 ) -> None:
     model = network()
     model[1].eval()  # type: ignore[index]
     before = modes(model)
-    with dl.join_world() as world:
-        children = child_processes()
-        batches = dl.Batches(Dicts(), 200, world, num_workers=workers)
-        with pytest.raises(LookupError, match="no such class") as caught:
-            call(model, batches, forward=fail)
-        assert modes(model) == before
-        assert torch.is_grad_enabled()
-        assert child_processes() == children
-        assert caught.value.__traceback__ is not None  # which holds what the call held
+    children = child_processes()
+    batches = dl.Batches(dicts(), 200, world, num_workers=workers)
+    with pytest.raises(LookupError, match="no such class") as caught:
+        call(model, batches, forward=fail)
+    assert modes(model) == before
+    assert torch.is_grad_enabled()
+    assert child_processes() == children
+    assert caught.value.__traceback__ is not None  # which holds what the call held
 
 
-def test_evaluation_does_not_disturb_the_random_streams() -> None:
-    with dl.join_world() as world:
-        expected = torch.rand(3)
-    with dl.join_world() as world:
-        dl.evaluate(network(), dl.Batches(images(), 300, world), accuracy=hits)
-        assert torch.equal(torch.rand(3), expected)
+# -- what is refused -------------------------------------------------------------------------------------------
 
 
-METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "the logits": (lambda logits, labels: logits, ValueError, r"shape \(5,\).*bad gave shape \(5, 3\)\. Take the mean"),
-    "half of them": (lambda logits, labels: labels[:2], ValueError, r"bad gave shape \(2,\)"),
-    "an array too many": (lambda logits, labels: np.zeros((5, 1)), ValueError, r"bad gave shape \(5, 1\)"),
-    "complex ones": (lambda logits, labels: logits.sum(1) * 1j, ValueError, r"bad gave torch\.complex64\. Take its"),
-    "a complex array": (lambda logits, labels: np.ones(5) * 1j, ValueError, r"bad gave torch\.complex128\. Take its"),
-    "nothing": (lambda logits, labels: None, TypeError, "bad gave NoneType"),
-    "hits": (lambda logits, labels: (logits.argmax(1) == labels).sum(), ValueError, "bad is a whole number for 5 samp"),
-    "a number of hits": (lambda logits, labels: 3, ValueError, "bad is a whole number for 5 samp"),
-    "an array's hits": (lambda logits, labels: np.ones(5, int).sum(), ValueError, "bad is a whole number for 5 samp"),
-    "a list": (lambda logits, labels: [[1], [1, 2]], TypeError, "bad gave list"),
-    "a text": (lambda logits, labels: "0.5", TypeError, "bad gave str"),
-}
+def sum_of_some(logits: torch.Tensor, labels: torch.Tensor) -> dl.Sum:
+    return dl.Sum(labels, over=labels if labels[0] else None)
 
 
-@pytest.mark.parametrize("what", METRICS)
-def test_a_metric_that_is_no_value_per_sample_nor_their_mean_is_refused(what: str) -> None:
-    metric, kind, words = METRICS[what]
-    with dl.join_world() as world, pytest.raises(kind, match=words):
-        dl.evaluate(network(), dl.Batches(images(10), 5, world, shards=1), bad=metric)
-
-
-MISPLACED: list[tuple[Callable[..., Any], str]] = [
+PER_SAMPLE = "bad is a whole number for 5 samp"
+METRICS: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (lambda logits, labels: logits, ValueError, r"shape \(5,\).*bad gave shape \(5, 3\)\. Take the mean"),
+    (lambda logits, labels: labels[:2], ValueError, r"bad gave shape \(2,\)"),
+    (lambda logits, labels: np.zeros((5, 1)), ValueError, r"bad gave shape \(5, 1\)"),
+    (lambda logits, labels: logits.sum(1) * 1j, ValueError, r"bad gave torch\.complex64\. Take its"),
+    (lambda logits, labels: np.ones(5) * 1j, ValueError, r"bad gave torch\.complex128\. Take its"),
+    (lambda logits, labels: None, TypeError, "bad gave NoneType"),
+    (lambda logits, labels: (logits.argmax(1) == labels).sum(), ValueError, PER_SAMPLE),
+    (lambda logits, labels: 3, ValueError, PER_SAMPLE),
+    (lambda logits, labels: np.ones(5, int).sum(), ValueError, PER_SAMPLE),
+    (lambda logits, labels: [[1], [1, 2]], TypeError, "bad gave list"),
+    (lambda logits, labels: "0.5", TypeError, "bad gave str"),
+    (sum_of_some, ValueError, "must be of one kind in every shard. bad is a dl.Sum and a dl.Sum with over= in differ"),
+]
+BATCHES = "takes its mini-batches from Batches. Got "
+CALLS_REFUSED: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (lambda model, batches: dl.evaluate(batches, model), TypeError, f"evaluate {BATCHES}Sequential"),
+    (lambda model, batches: dl.evaluate(model, cast(Any, [1])), TypeError, f"evaluate {BATCHES}list"),
+    (lambda model, batches: dl.predict(batches, model), TypeError, f"predict {BATCHES}Sequential"),
+    (lambda model, batches: dl.confusion_matrix(batches, model, 3), TypeError, f"confusion_matrix {BATCHES}"),
+    (lambda model, batches: dl.update_bn(batches, model), TypeError, f"update_bn {BATCHES}"),
+    (lambda model, batches: dl.evaluate(model.forward, batches), TypeError, "a model, .* first. Got method"),
     (
-        lambda model, batches: dl.evaluate(batches, model),
-        "evaluate takes its mini-batches from Batches. Got Sequential",
+        lambda model, batches: dl.evaluate(model, batches, accuracy=cast(Any, 3)),
+        TypeError,
+        "a function .* accuracy is 3",
     ),
-    (lambda model, batches: dl.evaluate(model, cast(Any, [1])), "evaluate takes its mini-batches from .* Got list"),
-    (lambda model, batches: dl.predict(batches, model), "predict takes its mini-batches from Batches. Got Sequential"),
-    (lambda model, batches: dl.confusion_matrix(batches, model, 3), "confusion_matrix takes its mini-batches"),
-    (lambda model, batches: dl.update_bn(batches, model), "update_bn takes its mini-batches"),
-    (lambda model, batches: dl.evaluate(model.forward, batches), "evaluate takes a model, .* first. Got method"),
-    (lambda model, batches: dl.evaluate(model, batches, accuracy=cast(Any, 3)), "must be a function .* accuracy is 3"),
-    (lambda model, batches: dl.Batches(images(10), batches.world, cast(Any, 5)), "Got 5 as the world"),
+    (lambda model, batches: dl.Batches(images(10), batches.world, cast(Any, 5)), TypeError, "Got 5 as the world"),
+    (lambda model, batches: dl.evaluate(model, batches, samples=hits), ValueError, 'named "samples".* Rename it'),
+    (
+        lambda model, batches: dl.evaluate(model, dl.Batches(float, 2, batches.world)),
+        ValueError,
+        "Give Batches a length",
+    ),
+    (
+        lambda model, batches: dl.predict(model, dl.Batches(float, 2, batches.world)),
+        ValueError,
+        "Give Batches a length",
+    ),
+    (
+        lambda model, batches: dl.evaluate(model, dl.Batches({"x": torch.zeros(4)}, 2, batches.world)),
+        TypeError,
+        "Pass forward=lambda model, data",
+    ),
+    (
+        lambda model, batches: dl.predict(model, dl.Batches(images(10), 4, batches.world, drop_last=True)),
+        ValueError,
+        "Create them with drop_last=False",
+    ),
+    *(
+        (lambda model, batches, output=output: dl.predict(model, batches, forward=lambda *_: output), ValueError, said)
+        for output, said in (
+            (torch.zeros(2, 3), r"\(5, ...\). Got \(2, 3\)"),
+            (torch.zeros(()), r"Got \(\)"),
+            ([1, 2, 3, 4, 5], "Got list. If the model returns anything else, pass forward="),
+        )
+    ),
+    *(
+        (lambda model, batches, metric=metric: dl.evaluate(model, batches, bad=metric), kind, said)
+        for metric, kind, said in METRICS
+    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "said"), MISPLACED)
-def test_arguments_that_are_swapped_or_of_another_kind_are_named(call: Callable[..., Any], said: str) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(images(10), 5, world)
-        with pytest.raises(TypeError, match=said):
-            call(network(), batches)
+@pytest.mark.parametrize(("call", "kind", "said"), CALLS_REFUSED)
+def test_what_cannot_be_evaluated_or_predicted_is_refused(
+    call: Callable[..., Any], kind: type[Exception], said: str, world: dl.World
+) -> None:
+    with pytest.raises(kind, match=said):
+        call(network(), dl.Batches(images(10), 5, world, shards=1))
 
 
-def test_a_metric_does_not_take_the_name_of_the_count() -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match=r'not be named "samples".* Rename it'):
-        dl.evaluate(network(), dl.Batches(images(10), 5, world), samples=hits)
+def evaluate_differently(world: dl.World, folder: str) -> None:
+    metrics: dict[str, Any] = {"accuracy": hits, "again": hits} if world.rank == 1 else {"accuracy": hits}
+    dl.evaluate(network(), dl.Batches(images(10), 5, world), **metrics)
+
+
+def test_metrics_that_differ_between_ranks_are_refused_on_every_rank(refused: Refused) -> None:
+    said = r"the names of the metrics must be the same.*rank 1 has \['accuracy', 'again'\]"
+    refused(3, evaluate_differently, kind="ValueError", said=said)
+
+
+def fail_on_rank_1(world: dl.World, folder: str, call: Callable[..., Any]) -> None:
+    call(network(), dl.Batches(images(10), 5, world), forward=fail if world.rank == 1 else None)
 
 
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
-def test_data_that_never_end_are_refused(call: Callable[..., Any]) -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match="Give Batches a length"):
-        call(nn.Identity(), dl.Batches(float, 2, world))
-
-
-def other_metrics() -> str:
-    with dl.join_world() as world:
-        metrics: dict[str, Any] = {"accuracy": hits, "again": hits} if world.rank == 1 else {"accuracy": hits}
-        with pytest.raises(ValueError, match="the names of the metrics must be the same") as caught:
-            dl.evaluate(network(), dl.Batches(images(10), 5, world), **metrics)
-        return str(caught.value)
-
-
-@pytest.mark.covers("B8")
-def test_metrics_that_differ_between_ranks_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    for text in on_ranks(3, other_metrics):
-        assert "rank 1 has ['accuracy', 'again']" in text
-
-
-def failing_on_rank_1(call: Callable[..., Any]) -> None:
-    with dl.join_world() as world:
-        call(network(), dl.Batches(images(10), 5, world), forward=fail if world.rank == 1 else None)
-
-
-@pytest.mark.covers("B8")
-@pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
-def test_a_failure_on_one_rank_ends_all(call: Callable[..., Any], on_ranks: OnRanks) -> None:
-    start = time.monotonic()
-    with pytest.raises(dl.RankFailed, match="no such class") as caught:
-        on_ranks(3, failing_on_rank_1, call)
-    assert caught.value.rank == 1
-    assert time.monotonic() - start < FAULT_S
+def test_a_failure_on_one_rank_ends_all(call: Callable[..., Any], refused: Refused) -> None:
+    refused(3, fail_on_rank_1, call, kind="LookupError", said="no such class", by=1)
 
 
 # -- precision -------------------------------------------------------------------------------------------------
@@ -559,7 +500,6 @@ def precision_of(call: str, where: str) -> set[torch.dtype]:
     return seen
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("where", ["nowhere", "around the call", "inside of forward"])
 def test_autocast_is_that_of_the_caller_or_of_forward(call: str, where: str, on_ranks: OnRanks) -> None:
@@ -581,7 +521,7 @@ def after_an_update(call: str, looks: bool) -> tuple[Any, list[torch.Tensor]]:
         return CALLS[call](model, batches), list(model.buffers())
 
 
-@pytest.mark.covers("B8", "B10")
+@pytest.mark.covers("B10")
 @pytest.mark.parametrize("call", CALLS)
 def test_in_autocast_the_weights_are_the_current_ones(call: str, on_ranks: OnRanks) -> None:
     (found, moved), (expected, buffers) = (on_ranks(2, after_an_update, call, looks)[0] for looks in (True, False))
@@ -628,7 +568,7 @@ def merged_after(call: str) -> tuple[bool, bool, int, int, list[float]]:
         model = Evaluated(Merging(), Merging().eval())
         batches = dl.Batches(torch.ones(4, 1, dtype=torch.float64), 4, world)
         losses = []
-        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+        for step in loop_on(batches, model, epochs=2):
             for inputs in step:
                 step.backward(model(inputs).mean())
             losses.append(float(step.fold().loss))
@@ -638,7 +578,6 @@ def merged_after(call: str) -> tuple[bool, bool, int, int, list[float]]:
         return bool(model[0].merged), bool(model[1].merged), cast(Merging, model[1]).changes, model.times, losses
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize(("call", "changes", "times"), [("predict", 1, 2), ("update_bn", 5, 0)])  # it trains all layers
 def test_a_module_goes_back_to_its_mode_by_its_own_train(
     call: str, changes: int, times: int, on_ranks: OnRanks

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("J18")
 
@@ -54,7 +55,7 @@ def own_steps(norm: str, shards: int, world: dl.World) -> Iterator[None]:
     size = shards * world.size * ROWS
     data = torch.randn(size * STEPS, 4, 2, 2), torch.zeros(size * STEPS, dtype=torch.long)
     batches = dl.Batches(data, size, world, shards=shards * world.size)
-    for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+    for step in loop_on(batches, model, optimizer):
         for rows, labels in step:
             step.backward(cross_entropy(model(rows), labels))
         step.fold()
@@ -80,7 +81,7 @@ def bucket_mib() -> list[float]:
     with dl.join_world(device="gpu", seed=0) as world:
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(28))).to(world.device)
         batches = dl.Batches(torch.ones(2 * world.size, 512), 2 * world.size, world)
-        loop = dl.Loop(batches, 1, state={"model": model}, progress=False)
+        loop = loop_on(batches, model)
         for step in loop:
             for rows in step:
                 step.backward(model(rows).mean())

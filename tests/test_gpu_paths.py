@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from tests.support.gpu_steps import AFTER_ALL_WORK, SCENARIOS, remembering, run
+from tests.support.gpu_steps import AFTER_ALL_WORK, SCENARIOS, remembering, require_like_the_cpu, run
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("J18")
@@ -32,14 +32,7 @@ def is_same_arithmetic(name: str, ranks: int) -> bool:
 def test_no_step_makes_the_host_wait_for_a_gpu_and_its_weights_are_those_of_the_cpu(
     on_fake_gpus: OnRanks, name: str, ranks: int
 ) -> None:
-    of_ranks = on_fake_gpus(ranks, run, name)
-    assert [one.waits for one in of_ranks] == [{}] * ranks
-    assert [one.errors for one in of_ranks] == [[]] * ranks
-    assert [one.elsewhere for one in of_ranks] == [0] * ranks
-    first = of_ranks[0]
-    assert all(one.on_gpu == first.on_gpu for one in of_ranks)
-    is_same = is_same_arithmetic(name, ranks)
-    assert first.on_gpu == (first.on_cpu if is_same else pytest.approx(first.on_cpu, rel=1e-4, abs=1e-6))
+    require_like_the_cpu(on_fake_gpus(ranks, run, name), is_same_arithmetic(name, ranks))
 
 
 def buffers_left(rule: str, *, on_host: bool) -> list[list[float]]:

@@ -11,7 +11,9 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.images import images, network
+from tests.support.refusals import Refused
+
+pytestmark = pytest.mark.covers("B8")
 
 
 class Marked(nn.Module):
@@ -49,7 +51,7 @@ def predicted(kind: str, size: int, batch_size: int, shuffle: bool, shards: int 
         return as_bytes(dl.predict(Marked(kind), batches))
 
 
-@pytest.mark.covers("B8", "B11")
+@pytest.mark.covers("B11")
 @pytest.mark.parametrize("kind", ["float", "bool", "int", "int16", "bfloat16", "complex", "image", "no columns"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_predictions_come_in_the_order_of_the_data_bit_by_bit(ranks: int, kind: str, on_ranks: OnRanks) -> None:
@@ -58,7 +60,7 @@ def test_predictions_come_in_the_order_of_the_data_bit_by_bit(ranks: int, kind: 
     assert on_ranks(ranks, predicted, kind, 20, 7, False) == [expected] * ranks
 
 
-@pytest.mark.covers("B8", "B11", "C6")
+@pytest.mark.covers("B11", "C6")
 @pytest.mark.parametrize(("size", "batch_size", "shards"), [(1, 8, None), (2, 8, 5), (10, 8, 1)])
 def test_predictions_reach_a_rank_without_samples(
     size: int, batch_size: int, shards: int | None, on_ranks: OnRanks
@@ -88,53 +90,29 @@ class OneBuffer(nn.Module):
         return self.output.copy_(inputs)
 
 
-def test_outputs_are_kept_although_the_model_uses_their_buffer_again() -> None:
-    with dl.join_world() as world:
-        found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world, shards=1))
+def test_outputs_are_kept_although_the_model_uses_their_buffer_again(world: dl.World) -> None:
+    found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world, shards=1))
     assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
+def test_the_predictions_of_tensors_are_not_the_tensors_themselves(world: dl.World) -> None:
     data = torch.arange(6.0)
-    with dl.join_world() as world:
-        dl.predict(nn.Identity(), dl.Batches(data, 6, world, shuffle=False)).zero_()
+    dl.predict(nn.Identity(), dl.Batches(data, 6, world, shuffle=False)).zero_()
     assert data.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [
-        (torch.zeros(2, 3), r"\(5, ...\). Got \(2, 3\)"),
-        (torch.zeros(()), r"Got \(\)"),
-        ([1, 2, 3, 4, 5], "Got list. If the model returns anything else, pass forward="),
-    ],
-)
-def test_an_output_without_a_row_per_sample_is_refused(output: Any, words: str) -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match=words):
-        dl.predict(network(), dl.Batches(images(10), 5, world, shards=1), forward=lambda model, data: output)
-
-
-def test_batches_that_drop_samples_are_refused() -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match="Create them with drop_last=False"):
-        dl.predict(network(), dl.Batches(images(10), 4, world, drop_last=True))
 
 
 def wider_with_each_number(model: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
     return numbers.new_zeros(len(numbers), int(numbers.max()))
 
 
-def refusal_of_other_shapes(batch_size: int) -> str:
-    with dl.join_world() as world:
-        batches = dl.Batches(torch.arange(6), batch_size, world, shuffle=False)
-        with pytest.raises(ValueError, match="rows of one shape and dtype for all shards") as caught:
-            dl.predict(nn.Identity(), batches, forward=wider_with_each_number)
-        return str(caught.value)
+def predict_wider(world: dl.World, folder: str, batch_size: int) -> None:
+    batches = dl.Batches(torch.arange(6), batch_size, world, shuffle=False)
+    dl.predict(nn.Identity(), batches, forward=wider_with_each_number)
 
 
-@pytest.mark.covers("B8")
 @pytest.mark.parametrize("batch_size", [2, 6])
-def test_rows_of_different_shapes_are_refused_on_every_rank(batch_size: int, on_ranks: OnRanks) -> None:
+def test_rows_of_different_shapes_are_refused_on_every_rank(batch_size: int, refused: Refused) -> None:
     # For example sequences padded by shard. With 6, each rank has one shard, so only all together find the difference.
-    first, second = on_ranks(2, refusal_of_other_shapes, batch_size)
-    assert first == second
-    assert "Pad them to one shape" in first
+    said = "rows of one shape and dtype for all shards.*Pad them to one shape"
+    first, second = refused(2, predict_wider, batch_size, kind="ValueError", said=said)
+    assert first.text == second.text

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.harness import OnRanks, in_world
+from tests.support.refusals import Refused
+from tests.support.training import loop_on
 
 CLASSES, SAMPLES = 3, 23
 
@@ -96,29 +97,35 @@ def test_ranks_without_samples_add_nothing(on_ranks: OnRanks) -> None:
         assert {name: found[name] for name in whole} == pytest.approx(whole, abs=1e-6, nan_ok=True)
 
 
-def of_labels(first: torch.Tensor) -> dict[str, float]:
-    with dl.join_world() as world:
-        data, model = data_and_model()
-        batches = dl.Batches(data, 6, world, shuffle=False, shards=1)
-        return dl.evaluate(model, batches, metrics={"largest": own().Labels(first, data_and_model()[0].tensors[1])})
+def evaluate_with(world: dl.World, metrics: Any, shards: int | None = None, **functions: Any) -> dict[str, float]:
+    data, model = data_and_model()
+    batches = dl.Batches(data, 7, world, shuffle=False, shards=shards)
+    return dl.evaluate(model, batches, metrics=metrics, **functions)
+
+
+def f1() -> Any:
+    return own().torchmetrics.classification.MulticlassF1Score(CLASSES)
+
+
+def of_labels(world: dl.World, first: torch.Tensor) -> float:
+    labels = own().Labels(first, data_and_model()[0].tensors[1])
+    return evaluate_with(world, {"largest": labels}, shards=1)["largest"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("first", [torch.zeros(0), torch.zeros(1, dtype=torch.int32)], ids=["empty", "short"])
 def test_the_first_piece_does_not_decide_the_dtype(first: torch.Tensor, ranks: int, on_ranks: OnRanks) -> None:
-    whole = int(data_and_model()[0].tensors[1][6:].max())
-    assert [found["largest"] for found in on_ranks(ranks, of_labels, first)] == [whole] * ranks
+    whole = int(data_and_model()[0].tensors[1][7:].max())
+    assert on_ranks(ranks, in_world, of_labels, first) == [whole] * ranks
 
 
-def count_large() -> dict[str, float]:
-    with dl.join_world() as world:
-        data, model = data_and_model()
-        return dl.evaluate(model, dl.Batches(data, 6, world, shuffle=False), metrics={"large": own().Large()})
+def count_large(world: dl.World) -> dict[str, float]:
+    return evaluate_with(world, {"large": own().Large()})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pieces_that_are_all_empty_are_an_empty_state(ranks: int, on_ranks: OnRanks) -> None:
-    assert on_ranks(ranks, count_large) == [{"large": 0.0, "samples": SAMPLES}] * ranks
+    assert on_ranks(ranks, in_world, count_large) == [{"large": 0.0, "samples": SAMPLES}] * ranks
 
 
 def first_column(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -126,9 +133,8 @@ def first_column(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
-    data, model = data_and_model()
     functions: dict[str, Any] = dict.fromkeys(("f1", "per_0"), first_column) if plain else {}
-    dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), metrics=metrics, **functions)
+    evaluate_with(world, metrics, **functions)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +187,12 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
             r"m gave shape \(3, 3\)\. dl\.confusion_matrix\(model",
         ),
         (
-            lambda own: {"samples": own.torchmetrics.classification.MulticlassF1Score(CLASSES)},
+            lambda own: {"samples": f1()},
             "ValueError",
             'not be named "samples"',
         ),
         (
-            lambda own: {"f1": own.torchmetrics.classification.MulticlassF1Score(CLASSES)},
+            lambda own: {"f1": f1()},
             "ValueError",
             "a name of its own",
         ),
@@ -198,40 +204,27 @@ def test_what_cannot_be_merged_is_refused(
     metrics: Callable[[Any], Any], kind: str, message: str, refused: Refused
 ) -> None:
     given = metrics(own())
-    refused(
-        2,
-        refuse,
-        given,
-        isinstance(given, dict) and not given.keys().isdisjoint({"f1", "per"}),
-        kind=kind,
-        said=message,
-        by=ALL,
-    )
+    plain = isinstance(given, dict) and not given.keys().isdisjoint({"f1", "per"})
+    refused(2, refuse, given, plain, kind=kind, said=message)
 
 
 def evaluate_others(world: dl.World, folder: str) -> None:
-    data, model = data_and_model()
-    name = "f1" if world.rank == 0 else "precision"
-    dl.evaluate(
-        model,
-        dl.Batches(data, 7, world, shuffle=False),
-        metrics={name: own().torchmetrics.classification.MulticlassF1Score(CLASSES)},
-    )
+    evaluate_with(world, {"f1" if world.rank == 0 else "precision": f1()})
 
 
 def test_metrics_of_other_names_on_another_rank_are_refused(refused: Refused) -> None:
-    refused(2, evaluate_others, kind="ValueError", said="the names of the metrics", by=ALL)
+    refused(2, evaluate_others, kind="ValueError", said="the names of the metrics")
 
 
 def log_evaluation(folder: str) -> None:
     with dl.join_world() as world:
         data, model = data_and_model()
         batches = dl.Batches(data, 7, world, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False):
+        for step in loop_on(batches, model, run_dir=folder):
             for inputs, labels in step:
                 step.backward(nn.functional.cross_entropy(model(inputs), labels))
             step.fold()
-        dl.evaluate(model, batches, metrics={"f1": own().torchmetrics.classification.MulticlassF1Score(CLASSES)})
+        dl.evaluate(model, batches, metrics={"f1": f1()})
 
 
 def test_metrics_are_in_the_run_folder(on_ranks: OnRanks, tmp_path: Path) -> None:

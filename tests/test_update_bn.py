@@ -15,7 +15,8 @@ from torch.optim.swa_utils import update_bn as torchs_update_bn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("D4")
 
@@ -140,7 +141,7 @@ def update_wrongly(world: dl.World, folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "said"), [("wrapped", "DistributedDataParallel"), ("synced", "Got 4 shards on 2")])
 def test_what_cannot_be_right_is_refused(kind: str, said: str, refused: Refused) -> None:
-    refused(2, update_wrongly, kind, kind="ValueError", said=said, by=ALL)
+    refused(2, update_wrongly, kind, kind="ValueError", said=said)
 
 
 def over_a_single_sample(world: dl.World, folder: str) -> None:
@@ -172,14 +173,7 @@ def go_on_after() -> tuple[State, bool]:
     with dl.join_world(seed=0) as world:
         model = network()
         batches = dl.Batches(rows_of(), 11, world, shards=4, shuffle=False)
-        loop = dl.Loop(
-            batches,
-            2,
-            state={"model": model},
-            buffer_reduction={"model.level": "mean"},
-            progress=False,
-            check_replicas_every=1,
-        )
+        loop = loop_on(batches, model, epochs=2, buffer_reduction={"model.level": "mean"}, check_replicas_every=1)
         for epoch in loop.epochs():
             for step in epoch:
                 for rows in step:

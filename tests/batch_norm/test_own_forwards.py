@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_close
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 from tests.support.training import train, train_in, train_plainly
 
 pytestmark = pytest.mark.on_gpus_too
@@ -139,4 +139,4 @@ def train_refused(world: dl.World, folder: str, kind: type[nn.Module]) -> None:
     ],
 )
 def test_a_momentum_that_the_layer_does_not_have_is_refused(kind: type[nn.Module], said: str, refused: Refused) -> None:
-    refused(2, train_refused, kind, kind="RuntimeError", said=said, by=ALL)
+    refused(2, train_refused, kind, kind="RuntimeError", said=said)

@@ -18,7 +18,7 @@ from ddp_loop.batch_norm import SyncChannel, find_sync_channels, local_batch_nor
 from ddp_loop.batch_norm.synced import WORDS, SyncedBatchNorm
 from tests.support.devices import CPU, GPU
 from tests.support.harness import OnRanks, caught
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
 
 pytestmark = [pytest.mark.covers("D5"), pytest.mark.on_gpus_too]
 
@@ -48,44 +48,41 @@ def facts_of(model: nn.Module) -> list[object]:
     ]
 
 
-def test_a_model_is_synced_and_made_local_again_with_the_very_same_tensors() -> None:
+def test_a_model_is_synced_and_made_local_again_with_the_very_same_tensors(world: dl.World) -> None:
     model = network()
     facts = facts_of(model)
     kinds = [type(module) for module in model.modules()]
-    with dl.join_world() as world:
-        assert sync_batch_norm(model, world) is model
-        expected = [SyncedBatchNorm if issubclass(kind, _BatchNorm) else kind for kind in kinds]
-        assert [type(module) for module in model.modules()] == expected
-        assert facts_of(model) == facts
-        assert len(find_sync_channels([model, model])) == 1
-        sync_batch_norm(model, world)  # once more, as after loading a model that was synced
-        assert local_batch_norm(model) is model
+    assert sync_batch_norm(model, world) is model
+    expected = [SyncedBatchNorm if issubclass(kind, _BatchNorm) else kind for kind in kinds]
+    assert [type(module) for module in model.modules()] == expected
+    assert facts_of(model) == facts
+    assert len(find_sync_channels([model, model])) == 1
+    sync_batch_norm(model, world)  # once more, as after loading a model that was synced
+    assert local_batch_norm(model) is model
     assert [type(module) for module in model.modules()] == kinds
     assert facts_of(model) == facts
     assert find_sync_channels([model]) == []
     assert not any({"_channel", "_origin", "_number"} & layer.__dict__.keys() for layer in model.modules())
 
 
-def test_a_model_that_is_a_layer_itself_is_given_back_as_another() -> None:
+def test_a_model_that_is_a_layer_itself_is_given_back_as_another(world: dl.World) -> None:
     layer = nn.BatchNorm2d(3)
-    with dl.join_world() as world:
-        synced = sync_batch_norm(layer, world)
-        assert isinstance(synced, SyncedBatchNorm)
-        assert synced.weight is layer.weight
-        with pytest.raises(ValueError, match="expected 4D input"):
-            synced(torch.ones(2, 3))
-        assert type(local_batch_norm(synced)) is nn.BatchNorm2d
+    synced = sync_batch_norm(layer, world)
+    assert isinstance(synced, SyncedBatchNorm)
+    assert synced.weight is layer.weight
+    with pytest.raises(ValueError, match="expected 4D input"):
+        synced(torch.ones(2, 3))
+    assert type(local_batch_norm(synced)) is nn.BatchNorm2d
 
 
-def test_hooks_stay_and_their_handles_still_take_them_away() -> None:
+def test_hooks_stay_and_their_handles_still_take_them_away(world: dl.World) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     calls = []
     handle = model[0].register_forward_hook(lambda layer, inputs, output: calls.append(type(layer).__name__))
-    with dl.join_world() as world:
-        sync_batch_norm(model, world)
-        model(torch.randn(3, 2))
-        handle.remove()
-        model(torch.randn(3, 2))
+    sync_batch_norm(model, world)
+    model(torch.randn(3, 2))
+    handle.remove()
+    model(torch.randn(3, 2))
     assert calls == ["SyncedBatchNorm"]
 
 
@@ -167,7 +164,7 @@ def attempt(world: dl.World, folder: str, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_synced_model_cannot_do_is_refused_on_every_rank(name: str, refused: Refused) -> None:
     _, kind, said = REFUSED[name]
-    refused(2, attempt, name, kind=kind, said=said)
+    refused(2, attempt, name, kind=kind, said=said, by=None)
 
 
 # -- ranks that do not call the layers alike ---------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def test_ranks_that_do_not_call_the_layers_alike_or_rightly_all_raise_the_same(
     what: str, most_rows: int, refused: Refused
 ) -> None:
     said = re.escape(WRONG[what][1])
-    results = refused(3, go_wrong, what, most_rows, kind="RuntimeError|ValueError", said=said, by=ALL)
+    results = refused(3, go_wrong, what, most_rows, kind="RuntimeError|ValueError", said=said)
     assert len({(result.kind, result.text) for result in results}) == 1
 
 
@@ -331,8 +328,8 @@ class OwnStatistics(nn.Module):
     ("make", "name"), [(OwnStatistics, "OwnStatistics"), (lambda: torch.jit.script(nn.BatchNorm1d(2)), "BatchNorm1d")]
 )
 def test_a_layer_that_cannot_be_synced_is_not_left_local_without_a_word(
-    make: Callable[[], nn.Module], name: str
+    make: Callable[[], nn.Module], name: str, world: dl.World
 ) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), make())
-    with dl.join_world() as world, pytest.warns(UserWarning, match=f"leaves {name} as it is.* each shard's"):
+    with pytest.warns(UserWarning, match=f"leaves {name} as it is.* each shard's"):
         sync_batch_norm(model, world)

@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, samples
-from tests.support.training import sgd, take
+from tests.support.refusals import Refused, loop_over, loss_of, samples
+from tests.support.training import loop_on, sgd, take
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -104,7 +104,7 @@ def running_mean_over(kind: str) -> torch.Tensor:
         model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64))
         dl.sync_batch_norm(model, world)
         batches = dl.Batches(list(samples(SAMPLES).cpu()), 6, world, shuffle=False, collate_fn=combine)
-        loop = dl.Loop(batches, 1, state={"model": model}, progress=False, allow_single_sample_shards=True)
+        loop = loop_on(batches, model, allow_single_sample_shards=True)
         for step in loop:
             for batch in step:
                 rows = rows_of(batch).to(world.device, torch.float64)
@@ -129,7 +129,7 @@ def fold_a_loss_in_bfloat16(weights: tuple[float, ...] | None) -> Tensors:
     with dl.join_world() as world:
         model = dl.sync_batch_norm(network(), world)
         batches = dl.Batches(samples(5 if weights is None else 4), 6, world, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for rows in step:
                 loss = loss_of(model, rows).to(torch.bfloat16)
                 step.backward(loss, weight=None if weights is None else weights[world.rank])
@@ -165,7 +165,7 @@ def train_on_several_shards(world: dl.World, folder: str, is_late: bool) -> None
 @pytest.mark.parametrize("ranks", [1, 2])  # one rank would normalise over each shard, and two over the mini-batch
 def test_several_shards_on_a_rank_are_refused_with_the_remedy(ranks: int, is_late: bool, refused: Refused) -> None:
     said = "at most one shard per rank" if is_late else "at most one shard per rank. Got 3 shards .* local_batch_norm"
-    refused(ranks, train_on_several_shards, is_late, kind="ValueError", said=said, by=ALL)
+    refused(ranks, train_on_several_shards, is_late, kind="ValueError", said=said)
 
 
 def fail(gradient: torch.Tensor) -> NoReturn:

@@ -118,7 +118,7 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(
         return {path: path.read_bytes() for path in paths}
 
     before = files()
-    refused(3, begin_with, model, *others, kind=kind, said=said)
+    refused(3, begin_with, model, *others, kind=kind, said=said, by=None)
     assert files() == before
 
 
@@ -137,7 +137,7 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_refused_on_all_ran
         r"belongs to its parameters by their order\. In state\['optimizer'\] number 1 is model\.0\.weight, in the "
         r"checkpoint model\.2\.bias\. Give it its parameters in the same order \(a set"
     )
-    refused(3, begin_in_order, True, kind="ValueError", said=said)
+    refused(3, begin_in_order, True, kind="ValueError", said=said, by=None)
 
 
 def unfreeze(world: dl.World, folder: str, late: bool, steps: int = 4) -> Tensors:
@@ -162,7 +162,7 @@ def test_a_group_that_an_optimizer_lacks_at_the_resume_is_refused_with_the_remed
 ) -> None:
     (whole,) = on_ranks(1, in_world, unfreeze, str(tmp_path / "run"), True)
     said = r"state\['other 0'\] does not fit .* different number of parameter groups.* all groups of add_param_group"
-    refused(2, unfreeze, True, kind="ValueError", said=said)
+    refused(2, unfreeze, True, kind="ValueError", said=said, by=None)
     for steps in (3, 4):
         found = same_on_all(on_ranks(2, in_world, unfreeze, str(tmp_path / "another"), False, steps))
     assert is_same(found, whole)
@@ -173,4 +173,4 @@ def begin_with_more_on_rank_1(world: dl.World, folder: str) -> None:
 
 
 def test_a_state_with_other_names_on_a_rank_is_refused_at_once(refused: Refused) -> None:
-    refused(3, begin_with_more_on_rank_1, kind="ValueError", said=r"names of state.*\['model', 'other 0'\]")
+    refused(3, begin_with_more_on_rank_1, kind="ValueError", said=r"names of state.*\['model', 'other 0'\]", by=None)

@@ -179,7 +179,7 @@ def test_a_score_must_be_given_on_every_rank_alike(
 def test_what_is_wrong_at_a_checkpoint_is_named_with_its_step(
     fault: str, kind: str, said: str, refused: Refused
 ) -> None:
-    refused(2, save_wrongly, fault, kind=kind, said=rf"[Tt]he checkpoint of {said}")
+    refused(2, save_wrongly, fault, kind=kind, said=rf"[Tt]he checkpoint of {said}", by=None)
 
 
 def save_notes(folder: str, differ: bool) -> str:

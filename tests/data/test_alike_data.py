@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 import ddp_loop as dl
 from ddp_loop.data.fingerprints import difference, of
 from tests.support.harness import OnRanks
+from tests.support.refusals import Refused
+from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -129,50 +131,37 @@ def train(data: Any, world: dl.World, steps: int | None = None, **options: Any) 
     """Train for some steps, or for one epoch."""
     batches, model = dl.Batches(data, 6, world, **options), nn.Linear(4, 1)
     epochs = 1 if steps is None else None
-    for step in dl.Loop(batches, epochs, steps=steps, state={"model": model}, progress=False):
+    for step in loop_on(batches, model, epochs=epochs, steps=steps):
         for part in step:
             rows = part["x"] if isinstance(part, dict) else part[0]
             step.backward(model(rows.float()).mean())
         step.fold()
 
 
-def evaluate(data: Any, world: dl.World) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a data set that splits itself": {"length": 12},
+    "read by workers": {"num_workers": 1, "multiprocessing_context": "fork"},
+}
+SOME = ["tensors split by hand", "a Subset", "a stream that splits itself"]
+
+
+def train_on(world: dl.World, folder: str, kind: str) -> None:
+    train(UNALIKE[kind][0](world.rank), world, **OPTIONS.get(kind, {}))
+
+
+def evaluate_on(world: dl.World, folder: str, kind: str) -> None:
+    data = UNALIKE[kind][0](world.rank)
     batches = dl.Batches(data, 6, world, shuffle=None if isinstance(data, Stream) else False)
     dl.evaluate(nn.Identity(), batches, sums=lambda rows, labels: rows.sum(1))
 
 
-SOME = ("tensors split by hand", "a Subset", "a stream that splits itself")
-
-
-def refusals_in_training() -> dict[str, str]:
-    found = {}
-    for kind, (make, _) in UNALIKE.items():
-        options: dict[str, Any] = {"length": 12} if kind == "a data set that splits itself" else {}
-        if kind == "read by workers":
-            options = {"num_workers": 1, "multiprocessing_context": "fork"}
-        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
-            train(make(world.rank), world, **options)
-        found[kind] = str(refused.value)
-    return found
-
-
-def refusals_in_evaluation() -> dict[str, str]:
-    found = {}
-    for kind in SOME:
-        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
-            evaluate(UNALIKE[kind][0](world.rank), world)
-        found[kind] = str(refused.value)
-    return found
-
-
-@pytest.mark.parametrize(("refusals", "kinds"), [(refusals_in_training, UNALIKE), (refusals_in_evaluation, SOME)])
+@pytest.mark.parametrize(("use", "kinds"), [(train_on, [*UNALIKE]), (evaluate_on, SOME)])
 def test_ranks_with_different_data_get_an_error_that_names_the_difference(
-    refusals: Callable[[], dict[str, str]], kinds: Iterable[str], on_ranks: OnRanks
+    use: Callable[..., None], kinds: list[str], refused: Refused
 ) -> None:
-    for found in on_ranks(2, refusals):
-        for kind in kinds:
-            said = rf"Every rank must be given the same data; {UNALIKE[kind][1]}.*\. {REMEDY}"
-            assert re.search(said, found[kind]), f"{kind}: {found[kind]}"
+    for kind in kinds:
+        said = rf"Every rank must be given the same data; {UNALIKE[kind][1]}.*\. {REMEDY}"
+        refused(2, use, kind, kind="ValueError", said=said)
 
 
 def train_unchecked() -> None:
@@ -198,22 +187,17 @@ class Picture:
         return self.kept
 
 
-class Everything(Dataset[Any]):
-    """Samples with everything that a sample may have."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {
-            "picture": Picture(index),
-            "words": ["a", str(index)],
-            "nothing": None,
-            "bytes": b"x",
-            "set": {1, index},
-            "nan": float("nan"),
-            "coordinates": torch.eye(2).to_sparse(),
-        }
+def everything(index: int) -> dict[str, Any]:
+    """A sample with everything that it may have."""
+    return {
+        "picture": Picture(index),
+        "words": ["a", str(index)],
+        "nothing": None,
+        "bytes": b"x",
+        "set": {1, index},
+        "nan": float("nan"),
+        "coordinates": torch.eye(2).to_sparse(),
+    }
 
 
 class InAWorker(Pairs):
@@ -223,14 +207,6 @@ class InAWorker(Pairs):
         if get_worker_info() is None:
             raise OSError("the file is opened by a worker")
         return super().__getitem__(index)
-
-
-class Numbers:
-    def __len__(self) -> int:
-        return 200_000
-
-    def __getitem__(self, at: int) -> int:
-        return at % SIZE
 
 
 class ByKey(Pairs):
@@ -255,7 +231,7 @@ def train_on_sound(folder: Path) -> int:
             "draws by the system": Pairs(lambda: float(os.urandom(1)[0])),
             "a stream that draws": Stream(0, 1, random.random),
             "a Subset": Subset(Pairs(), range(3, SIZE)),
-            "a Subset of what cannot be listed": Subset(Pairs(), Numbers()),  # type: ignore[arg-type]
+            "a Subset of what cannot be listed": Subset(Pairs(), Mapped(200_000, lambda at: at % SIZE)),  # type: ignore[arg-type]
             "a Subset of pairs as keys": Subset(ByKey(), [(number, "a") for number in range(6)]),  # type: ignore[misc]
             "a Subset of words as keys": Subset(ByKey(), ["0a", "1b", "2c"]),  # type: ignore[list-item]
             "what a worker reads": InAWorker(),
@@ -275,11 +251,11 @@ def test_the_same_data_on_every_rank_are_accepted(tmp_path: Path, on_ranks: OnRa
 
 
 def test_samples_of_any_kind_are_compared_as_far_as_they_can_be() -> None:
-    names = of("sample", Everything()[1])
-    assert difference([names, of("sample", Everything()[1])]) is None
+    names = of("sample", everything(1))
+    assert difference([names, of("sample", everything(1))]) is None
     assert names["sample['picture']"][0] == "uint8 (3, 3)"
-    assert names["sample['picture']"] != of("sample", Everything()[2])["sample['picture']"]
-    assert names["sample['words'][1]"] != of("sample", Everything()[2])["sample['words'][1]"]
+    assert names["sample['picture']"] != of("sample", everything(2))["sample['picture']"]
+    assert names["sample['words'][1]"] != of("sample", everything(2))["sample['words'][1]"]
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "turned"])

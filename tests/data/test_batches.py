@@ -12,6 +12,7 @@ import torch
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.sources import Drawn, Place, numbers, places, squares
+from tests.support.training import loop_on
 
 Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
 
@@ -99,112 +100,95 @@ def test_every_rank_has_the_classes_of_the_whole_within_sampling_noise_and_owns_
 
 
 @pytest.mark.covers("A13")
-def test_the_last_partial_mini_batch_is_kept_unless_dropped() -> None:
-    with dl.join_world() as world:
-        kept, dropped = dl.Batches(numbers(10), 4, world), dl.Batches(numbers(10), 4, world, drop_last=True)
-        assert [len(indices) for indices in places(kept, 1).values()] == [4, 4, 2]
-        assert [len(indices) for indices in places(dropped, 1).values()] == [4, 4]
-        assert (len(kept), len(dropped)) == (3, 2)
-        assert in_order(places(dropped), 1) == in_order(places(kept), 1)[:8]
-        assert len(dl.Batches(numbers(8), 4, world)) == len(dl.Batches(numbers(8), 4, world, drop_last=True)) == 2
-        assert (str(kept.unused), str(dropped.unused)) == ("0 samples", "2 samples")
+def test_the_last_partial_mini_batch_is_kept_unless_dropped(world: dl.World) -> None:
+    kept, dropped = dl.Batches(numbers(10), 4, world), dl.Batches(numbers(10), 4, world, drop_last=True)
+    assert [len(indices) for indices in places(kept, 1).values()] == [4, 4, 2]
+    assert [len(indices) for indices in places(dropped, 1).values()] == [4, 4]
+    assert (len(kept), len(dropped)) == (3, 2)
+    assert in_order(places(dropped), 1) == in_order(places(kept), 1)[:8]
+    assert len(dl.Batches(numbers(8), 4, world)) == len(dl.Batches(numbers(8), 4, world, drop_last=True)) == 2
+    assert (str(kept.unused), str(dropped.unused)) == ("0 samples", "2 samples")
 
 
-@pytest.mark.covers("C6")
-def test_a_mini_batch_larger_than_the_data_has_all_samples() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(numbers(5), 100, world, shards=2)
-        assert [len(indices) for indices in places(batches, 1).values()] == [3, 2]
-        assert batches.sizes(0) == (3, 2)
-
-
-def test_a_late_position_needs_no_iteration() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(lambda i: i, 3, world)
-        loaded = next(batches.epoch(1, start=2**40))
-        assert loaded.data(0).tolist() == [3 * 2**40, 3 * 2**40 + 1, 3 * 2**40 + 2]
+def test_a_late_position_needs_no_iteration(world: dl.World) -> None:
+    batches = dl.Batches(lambda i: i, 3, world)
+    loaded = next(batches.epoch(1, start=2**40))
+    assert loaded.data(0).tolist() == [3 * 2**40, 3 * 2**40 + 1, 3 * 2**40 + 2]
 
 
 # -- starting in the middle ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_started_in_the_middle_is_the_rest_of_it(workers: int) -> None:
+def test_an_epoch_started_in_the_middle_is_the_rest_of_it(workers: int, world: dl.World) -> None:
     def rest(position: int) -> list[list[Any]]:
         return [[part.tolist() for part in loaded.data(0)] for loaded in batches.epoch(2, start=position)]
 
-    with dl.join_world() as world:
-        batches = dl.Batches(Drawn(), 4, world, num_workers=workers)
-        whole = rest(0)
-        assert len(whole) == 6
-        for start in (3, 5, 6, 7):
-            assert rest(start) == whole[start:]
+    batches = dl.Batches(Drawn(), 4, world, num_workers=workers)
+    whole = rest(0)
+    assert len(whole) == 6
+    for start in (3, 5, 6, 7):
+        assert rest(start) == whole[start:]
 
 
-def test_unread_shards_do_not_shift_the_next_ones() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(numbers(12), 4, world, shards=2, shuffle=False)
-        assert [loaded.data(0).tolist() for loaded in batches.epoch(1)] == [[0, 1], [4, 5], [8, 9]]
+def test_unread_shards_do_not_shift_the_next_ones(world: dl.World) -> None:
+    batches = dl.Batches(numbers(12), 4, world, shards=2, shuffle=False)
+    assert [loaded.data(0).tolist() for loaded in batches.epoch(1)] == [[0, 1], [4, 5], [8, 9]]
 
 
 @pytest.mark.parametrize("data", [numbers(23), Drawn()], ids=["tensor", "data set"])
-def test_the_data_of_a_mini_batch_exist_until_it_is_released(data: Any) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 4, world, shards=2)
-        loaded = next(batches.epoch(1))  # the epoch itself is released at once
-        first, second = loaded.data(0), loaded.data(1)
-        assert loaded.data(0) is first
-        assert loaded.data(1) is second
+def test_the_data_of_a_mini_batch_exist_until_it_is_released(data: Any, world: dl.World) -> None:
+    batches = dl.Batches(data, 4, world, shards=2)
+    loaded = next(batches.epoch(1))  # the epoch itself is released at once
+    first, second = loaded.data(0), loaded.data(1)
+    assert loaded.data(0) is first
+    assert loaded.data(1) is second
 
 
 # -- sources without a length ----------------------------------------------------------------------------------
 
 
-def test_the_numbers_of_a_source_continue_from_epoch_to_epoch() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(squares, 2, world, length=3)
-        assert len(batches) == 2
-        assert list(places(batches).values()) == [[0, 1], [4], [9, 16], [25]]
+def test_the_numbers_of_a_source_continue_from_epoch_to_epoch(world: dl.World) -> None:
+    batches = dl.Batches(squares, 2, world, length=3)
+    assert len(batches) == 2
+    assert list(places(batches).values()) == [[0, 1], [4], [9, 16], [25]]
 
 
-def test_a_source_without_any_length_never_ends() -> None:
-    with dl.join_world() as world:
-        for workers in (0, 2):
-            batches = dl.Batches(squares, 2, world, num_workers=workers)
-            assert (batches.length, batches.steps) == (None, None)
-            found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(1), range(3), strict=False)]
-            assert found == [[0, 1], [4, 9], [16, 25]]
-        with pytest.raises(TypeError, match=r"never ends\. Pass length= to Batches, or steps= to Loop"):
-            len(batches)
+def test_a_source_without_any_length_never_ends(world: dl.World) -> None:
+    for workers in (0, 2):
+        batches = dl.Batches(squares, 2, world, num_workers=workers)
+        assert (batches.length, batches.steps) == (None, None)
+        found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(1), range(3), strict=False)]
+        assert found == [[0, 1], [4, 9], [16, 25]]
+    with pytest.raises(TypeError, match=r"never ends\. Pass length= to Batches, or steps= to Loop"):
+        len(batches)
 
 
 def rows_and_their_number(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(samples), torch.tensor(len(samples))
 
 
-def test_the_data_of_an_empty_shard_have_all_parts_and_no_rows() -> None:
-    with dl.join_world() as world:
-        rows_of_three: list[torch.Tensor] = list(torch.arange(18.0).reshape(6, 3))
-        batches = dl.Batches(rows_of_three, 4, world, collate_fn=rows_and_their_number)
-        rows, number = next(batches.epoch(1)).nothing()
-        assert (rows.shape, rows.dtype, number.shape) == ((0, 3), torch.float32, ())
+def test_the_data_of_an_empty_shard_have_all_parts_and_no_rows(world: dl.World) -> None:
+    rows_of_three: list[torch.Tensor] = list(torch.arange(18.0).reshape(6, 3))
+    batches = dl.Batches(rows_of_three, 4, world, collate_fn=rows_and_their_number)
+    rows, number = next(batches.epoch(1)).nothing()
+    assert (rows.shape, rows.dtype, number.shape) == ((0, 3), torch.float32, ())
 
 
 # -- the epochs' numbers ---------------------------------------------------------------------------------------
 
 
-def test_batches_count_epochs_from_1_as_steps_do() -> None:
-    with dl.join_world() as world:
-        batches, model = dl.Batches(numbers(10), 4, world), torch.nn.Linear(1, 1)
-        places = [batches.mini_batch(epoch, position) for epoch in (1, 2) for position in range(3)]
-        for step, place in zip(dl.Loop(batches, 2, state={"model": model}, progress=False), places, strict=True):
-            for rows in step:
-                assert rows.tolist() == batches.indices(step.epoch, place.start, step.samples).tolist()
-                step.backward(model(rows.float().reshape(-1, 1)).mean())
-            step.fold()
-        assert next(batches.epoch(2)).mini_batch == places[3]
-        assert places[3].epoch == 2
-        with pytest.raises(ValueError, match=r"Got 0\. Epochs are counted from 1, as in Step\.epoch"):
-            batches.indices(0, 0, 4)
-        with pytest.raises(ValueError, match=r"epoch must be a whole number, 1 or more\. Got 0"):
-            next(batches.epoch(0))
+def test_batches_count_epochs_from_1_as_steps_do(world: dl.World) -> None:
+    batches, model = dl.Batches(numbers(10), 4, world), torch.nn.Linear(1, 1)
+    places = [batches.mini_batch(epoch, position) for epoch in (1, 2) for position in range(3)]
+    for step, place in zip(loop_on(batches, model, epochs=2), places, strict=True):
+        for rows in step:
+            assert rows.tolist() == batches.indices(step.epoch, place.start, step.samples).tolist()
+            step.backward(model(rows.float().reshape(-1, 1)).mean())
+        step.fold()
+    assert next(batches.epoch(2)).mini_batch == places[3]
+    assert places[3].epoch == 2
+    with pytest.raises(ValueError, match=r"Got 0\. Epochs are counted from 1, as in Step\.epoch"):
+        batches.indices(0, 0, 4)
+    with pytest.raises(ValueError, match=r"epoch must be a whole number, 1 or more\. Got 0"):
+        next(batches.epoch(0))

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
 
 import ddp_loop as dl
 from ddp_loop.distributed import RankFailed
 from tests.support.harness import OnRanks
 from tests.support.own_data import made_steps
+from tests.support.sources import Mapped, Streamed
 
 SIZE, EPOCHS = 8, 2
 ROWS = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-class Noisy(Dataset[torch.Tensor]):
-    """Its level rises with each step."""
-
-    def __init__(self) -> None:
-        self.level = 0.0
-
-    def __len__(self) -> int:
-        return len(ROWS)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return ROWS[index] * (1 + self.level)
-
-
-class Everything(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(ROWS)
 
 
 def opposed(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -47,14 +29,14 @@ def opposed(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def jobs(model: nn.Module) -> dict[str, tuple[Any, dict[str, Any], Callable[[], object]]]:
     """By name: the data, the options of `Batches`, and what the script does after each step."""
-    noisy = Noisy()
+    level = [0.0]
     kept = ROWS.clone()
 
     def collate(rows: list[torch.Tensor]) -> torch.Tensor:
         return opposed(model, torch.stack(rows))
 
     def rise() -> None:
-        noisy.level += 0.1
+        level[0] += 0.1
 
     def nothing() -> None:
         pass
@@ -62,8 +44,8 @@ def jobs(model: nn.Module) -> dict[str, tuple[Any, dict[str, Any], Callable[[], 
     return {
         "a transform": (ROWS, {"transform": lambda rows, draws: opposed(model, rows)}, nothing),
         "a collate_fn": (list(ROWS), {"collate_fn": collate}, nothing),
-        "a stream": (Everything(), {"collate_fn": collate}, nothing),
-        "a data set": (noisy, {}, rise),
+        "a stream": (Streamed(lambda: ROWS), {"collate_fn": collate}, nothing),
+        "a data set": (Mapped(len(ROWS), lambda index: ROWS[index] * (1 + level[0])), {}, rise),
         "tensors": (kept, {}, lambda: kept.mul_(1.1)),
     }
 

@@ -10,34 +10,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_loop as dl
 from ddp_loop.data import ReadAhead, placement
 from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
+from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
+from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9", "J18")
 
 FEATURES, WIDTH, BATCH = 8, 1024, 64
 UNUSED = 2000  # bytes of a sample that no network takes: large data with few samples
 BYTES = 4 * FEATURES + 8 + UNUSED  # of a sample
-
-
-class Arrivals(TorchDispatchMode):
-    """Counts the copies from the host to a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            source = arguments[0] if function is torch.ops.aten._to_copy.default else arguments[1]
-            self.count += source.is_cpu and result.is_cuda
-        return result
 
 
 def data_of(samples: int) -> tuple[torch.Tensor, ...]:
@@ -79,15 +66,22 @@ class Run:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, fused=True)
         self.batches = dl.Batches(data, BATCH, world, **options)
         self.places, self.arrivals = list[str](), list[int]()
-        state = {"model": self.model, "optimizer": optimizer}
-        with Arrivals() as arrivals:
-            for step in dl.Loop(self.batches, steps=steps, state=state, progress=False):
+        arrived: list[bool] = []
+
+        def note(function: Any, arguments: Any, result: Any) -> None:
+            if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+                source = arguments[0] if function is torch.ops.aten._to_copy.default else arguments[1]
+                arrived.append(source.is_cpu and result.is_cuda)
+
+        with Dispatched(note):
+            for step in loop_on(self.batches, self.model, optimizer, epochs=None, steps=steps):
                 for rows, *others in step:
                     step.backward(loss_of(self.model(rows), *others))
                 step.fold()
                 optimizer.step()
                 self.places.append(place_of(self.batches))
-                self.arrivals.append(arrivals.count - sum(self.arrivals))
+                self.arrivals.append(sum(arrived))
+                arrived.clear()
         self.weights = digest(nn.utils.parameters_to_vector(self.model.parameters()))
         self.peak = device.memory()[1] - before
 
@@ -177,7 +171,7 @@ def look_before_training() -> list[str]:
         next(batches.epoch(1)).data(0)
         next(batches.epoch(1)).data(0)
         dl.evaluate(model, batches, loss=loss_of)
-        for step in dl.Loop(batches, steps=2, state={"model": model}, progress=False):
+        for step in loop_on(batches, model, epochs=None, steps=2):
             found.append(place_of(batches))
             for rows, *others in step:
                 step.backward(loss_of(model(rows), *others))
@@ -233,17 +227,9 @@ def test_data_of_a_gpu_stay_there(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, give_data_of_a_gpu) == [["cuda", "cpu"]]
 
 
-class Held(torch.utils.data.Dataset[torch.Tensor]):
+def held(device: torch.device) -> Mapped:
     """A small data set that the script keeps on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rows = torch.arange(12.0, device=device).view(6, 2)
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.rows[index]
+    return Mapped(6, torch.arange(12.0, device=device).view(6, 2).__getitem__)
 
 
 ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
@@ -251,7 +237,7 @@ ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
 
 def read_a_data_set_of_a_gpu() -> tuple[list[str], list[list[float]]]:
     with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(Held(world.device), 4, world, shuffle=False)
+        batches = dl.Batches(held(world.device), 4, world, shuffle=False)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         return [str(rows.device) for rows in shards], [rows.flatten().tolist() for rows in shards]
 
@@ -262,8 +248,7 @@ def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks) -> No
 
 def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[float]], bool]:
     with dl.join_world(device="gpu", seed=0) as world:
-        data = Held(torch.device("cpu"))
-        batches = dl.Batches(data, 4, world, shuffle=False, devices="cpu", num_workers=workers)
+        batches = dl.Batches(held(torch.device("cpu")), 4, world, shuffle=False, devices="cpu", num_workers=workers)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         is_pinned = [rows.is_pinned() for rows in shards]
         assert not isinstance(batches._reader, StreamReader)

@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch.utils.data import get_worker_info
 import ddp_loop as dl
 from ddp_loop.data import messages
 from ddp_loop.data.messages import BY_VALUE, Message, default_collate, widen_pipe
+from tests.support.sources import Mapped
 
 WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
 
@@ -96,22 +98,14 @@ def test_any_other_tensor_is_sent_as_torch_sends_it(make: Callable[[], torch.Ten
     assert Message.of([tensor]).data[0] is tensor
 
 
-class Shaped:
-    """Sample i is a tensor full of i."""
-
-    def __init__(self, floats: int) -> None:
-        self.floats = floats
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((self.floats,), float(index)), index
+def shaped(floats: int, index: int) -> tuple[torch.Tensor, int]:
+    """A tensor full of the number."""
+    return torch.full((floats,), float(index)), index
 
 
 def read(floats: int, **options: Any) -> list[Any]:
     with dl.join_world() as world:
-        batches = dl.Batches(Shaped(floats), 2, world, shuffle=False, **options)
+        batches = dl.Batches(Mapped(6, partial(shaped, floats)), 2, world, shuffle=False, **options)
         return [loaded.data(0) for loaded in batches.epoch(1)]
 
 
@@ -137,19 +131,17 @@ def test_a_thread_that_could_wait_forever_gets_only_short_messages() -> None:
         assert images.is_shared()
 
 
-class Dying(Shaped):
-    """A worker that is killed while its first shard, larger than the pipe's buffer, is on its way."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 2 and get_worker_info() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+def dying(index: int) -> tuple[torch.Tensor, int]:
+    """A worker is killed while its first shard, larger than the pipe's buffer, is on its way."""
+    if index == 2 and get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return shaped(BY_VALUE // 8, index)
 
 
 def test_a_worker_that_dies_within_a_message_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "widen_pipe", lambda loaded: None)
     with dl.join_world() as world:
-        batches = dl.Batches(Dying(BY_VALUE // 8), 2, world, shuffle=False, check_data=False, **WORKER)
+        batches = dl.Batches(Mapped(6, dying), 2, world, shuffle=False, check_data=False, **WORKER)
         with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
             [loaded.data(0) for loaded in batches.epoch(1)]
 
@@ -166,20 +158,14 @@ def test_the_pipe_holds_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [hasattr(one, "_worker_result_queue") for one in widened] == [True]
 
 
-class Modes:
-    """Each sample is the number of modes that intercept every call of torch in this process."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        return torch._C._len_torch_function_stack()
+def modes(index: int) -> int:
+    """How many modes intercept every call of torch in this process."""
+    return torch._C._len_torch_function_stack()
 
 
-def test_no_mode_slows_down_a_workers_calls_of_torch() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(Modes(), 2, world, check_data=False, **WORKER)
-        assert next(batches.epoch(1)).data(0).tolist() == [0, 0]
+def test_no_mode_slows_down_a_workers_calls_of_torch(world: dl.World) -> None:
+    batches = dl.Batches(Mapped(2, modes), 2, world, check_data=False, **WORKER)
+    assert next(batches.epoch(1)).data(0).tolist() == [0, 0]
 
 
 def test_a_users_change_of_torchs_collate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent
@@ -18,29 +17,15 @@ from tests.support.harness import OnRanks
 from tests.support.own_data import made_steps, of_rows, own_stream, rows_of
 from tests.support.refusals import network
 from tests.support.snippets import blocks_of, run_python
+from tests.support.sources import Mapped, Streamed
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
 
-class OwnRows:
-    """A rank's own data set: the number of a row, and an augmentation drawn while it is read."""
-
-    def __init__(self, begin: int, count: int) -> None:
-        self.begin, self.count = begin, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return self.begin + index, torch.rand(()).item()
-
-
-class Drawing:
-    def __init__(self, begin: int, count: int) -> None:
-        self.rows = OwnRows(begin, count)
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return (self.rows[index] for index in range(len(self.rows)))
+def own_row(number: int) -> tuple[int, float]:
+    """The number of a row, and an augmentation drawn while it is read."""
+    return number, torch.rand(()).item()
 
 
 def drawn(counts: list[int]) -> list[list[tuple[int, float, float]]]:
@@ -48,14 +33,15 @@ def drawn(counts: list[int]) -> list[list[tuple[int, float, float]]]:
     found = []
     with dl.join_world() as world:
         begin, count = sum(counts[: world.rank]), counts[world.rank]
-        data: tuple[Any, ...] = OwnRows(begin, count), OwnRows(begin, count), Drawing(begin, count)
+        mapped = Mapped(count, lambda index: own_row(begin + index))
+        stream = Streamed(lambda: map(own_row, range(begin, begin + count)))
 
         def noisy(data: Any, draws: dl.Draws) -> Any:
             return *data, draws.uniform()
 
-        options: list[dict[str, Any]] = [{}, {"num_workers": 1}, {}]
-        for one, more in zip(data, options, strict=True):
-            batches = dl.Batches(one, 4, world, partition="own", transform=noisy, shuffle=False, **more)
+        in_a_worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        for data, more in ((mapped, {}), (mapped, in_a_worker), (stream, {})):
+            batches = dl.Batches(data, 4, world, partition="own", transform=noisy, shuffle=False, **more)
             found.append([row for parts in batches for row in zip(*(part.tolist() for part in parts), strict=True)])
     return found
 
@@ -72,7 +58,7 @@ def gathered(counts: list[int]) -> list[tuple[list[int], Tensors]]:
         model = network()
         batches = dl.Batches(own_stream(world, counts), 4, world, partition="local")
         found = []
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for numbers, rows in step:
                 step.hold(model(rows), numbers)
             outputs, numbers = step.gather()
@@ -101,7 +87,7 @@ def in_two_passes(counts: list[int]) -> dict[str, list[tuple[int, bool]]]:
         for until, steps in seen.items():
             model = network()
             batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
-            for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+            for step in loop_on(batches, model, epochs=2):
                 for _ in range(2):
                     for _, rows in step:
                         step.backward(model(rows).square().mean())
@@ -227,7 +213,7 @@ def train_on_foreign(synced: bool) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(own_stream(world, [8, 4]), 4, world, partition="local", collate_fn=Foreign)
         steps = 0
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for batch in step:
                 step.backward(model(batch.rows.to(world.device)).square().mean())
             step.fold()

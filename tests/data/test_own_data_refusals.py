@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
 from tests.support.own_data import Own, made_steps, own_stream
-from tests.support.refusals import ALL, Refused, network, samples
+from tests.support.refusals import ALL, Refused, does_it, network, samples
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -59,19 +58,13 @@ def train(
     list(made_steps(batches, model, epochs))
 
 
-def refusals() -> list[str]:
-    found = []
-    for culprit, options, others, _ in CASES:
-        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
-            train(world, **(options if culprit in (ALL, world.rank) else others))
-        found.append(str(refused.value))
-    return found
+def disagree(world: dl.World, folder: str, culprit: int, options: Options, others: Options) -> None:
+    train(world, **(options if does_it(world, culprit) else others))
 
 
-def test_ranks_that_disagree_and_parts_that_give_nothing_are_refused(on_ranks: OnRanks) -> None:
-    for found in on_ranks(2, refusals):
-        for (_, options, _, said), text in zip(CASES, found, strict=True):
-            assert re.search(said, text), f"{options}: {text}"
+def test_ranks_that_disagree_and_parts_that_give_nothing_are_refused(refused: Refused) -> None:
+    for culprit, options, others, said in CASES:
+        refused(2, disagree, culprit, options, others, kind="ValueError", said=said)
 
 
 class Broken(Own):
@@ -92,7 +85,7 @@ def test_an_error_of_one_own_stream_ends_all_ranks(size: int, refused: Refused) 
 
 def over_a_stream_with_nan(world: dl.World, folder: str) -> None:
     model, batches = network(), dl.Batches(own_stream(world, [12, 8]), 4, world, partition="local")
-    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+    for step in loop_on(batches, model):
         for _, rows in step:
             is_bad = world.rank == 1 and step.iteration == 3
             step.backward(model(rows).square().mean() * (float("nan") if is_bad else 1))
@@ -103,7 +96,7 @@ def over_a_stream_with_nan(world: dl.World, folder: str) -> None:
 @pytest.mark.quick_on_gpus
 def test_an_own_stream_with_nan_is_named_by_its_rank(refused: Refused) -> None:
     said = r"from shard 1 of 2, mini-batch 3 of epoch 1 of rank 1's own stream\. Look for NaN"
-    refused(2, over_a_stream_with_nan, kind="FloatingPointError", said=said, by=ALL)
+    refused(2, over_a_stream_with_nan, kind="FloatingPointError", said=said)
 
 
 def without_samples_beside_synced(world: dl.World, folder: str) -> None:

@@ -14,6 +14,8 @@ from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.own_data import made_steps, of_rows, row_of, rows_of
 from tests.support.refusals import Refused, network
+from tests.support.sources import Mapped
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -46,14 +48,8 @@ def test_ten_samples_over_three_shards_are_parts_of_4_3_3_shuffled_inside(
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
-class Numbered:
-    """A map-style data set whose samples have their index."""
-
-    def __len__(self) -> int:
-        return 17
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, row_of(index) + torch.rand(())
+def numbered(index: int) -> tuple[int, torch.Tensor]:
+    return index, row_of(index) + torch.rand(())
 
 
 def trained(folder: str, shards: int | None, *, as_tensors: bool = True, stop_at: int = 0) -> tuple[Tensors, list[Any]]:
@@ -61,7 +57,7 @@ def trained(folder: str, shards: int | None, *, as_tensors: bool = True, stop_at
     with dl.join_world(seed=2) as world:
         model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network(), nn.Dropout(0.3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        data: Any = (torch.arange(17), rows_of(list(range(17)))) if as_tensors else Numbered()
+        data: Any = (torch.arange(17), rows_of(list(range(17)))) if as_tensors else Mapped(17, numbered)
         batches = dl.Batches(data, 9, world, shards=shards, partition="local")
         options = {"run_dir": folder or None, "allow_single_sample_shards": True, "save_every": stop_at or None}
         made = []
@@ -95,9 +91,9 @@ def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ra
 def resumed(world: dl.World, folder: str, run: str) -> None:
     data = torch.arange(17), rows_of(list(range(17)))
     batches = dl.Batches(data, 9, world, partition="local")
-    dl.Loop(batches, 3, state={"model": network()}, run_dir=run, progress=False)
+    loop_on(batches, network(), epochs=3, run_dir=run)
 
 
 def test_a_run_with_other_parts_is_refused(on_ranks: OnRanks, refused: Refused, tmp_path: Path) -> None:
     on_ranks(2, trained, str(tmp_path), None, stop_at=1)
-    refused(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3")
+    refused(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3", by=None)

@@ -22,6 +22,7 @@ from ddp_loop.data.readers import Request, TensorReader
 from ddp_loop.distributed import RankFailed
 from tests.support.harness import OnRanks
 from tests.support.sources import Pair
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("C8")
 
@@ -98,7 +99,7 @@ def test_devices_that_do_not_exist_or_do_not_fit_the_data_are_refused(devices: A
 def read_what_collate_made() -> None:
     with dl.join_world() as world:
         batches = dl.Batches((INPUTS, LABELS), 4, world, devices=(None, None, None), num_workers=0)
-        for step in dl.Loop(batches, 1, state={"model": torch.nn.Linear(2, 1)}, progress=False):
+        for step in loop_on(batches, torch.nn.Linear(2, 1)):
             for _ in step:
                 pass
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import ddp_loop as dl
 from ddp_loop import datasets
 from ddp_loop.accelerators import Cpu
 from ddp_loop.data.placement import tensors_in
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, make_reader
-from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Pair
+from tests.support.dispatching import Dispatched
+from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Mapped, Pair
 
 
 def shards_of(data: Any, batch_size: int = 4, *, epoch: int = 0, **options: Any) -> list[Any]:
@@ -42,6 +42,7 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(torch.equal(one, other))
 
 
+READERS = pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
 # -- tensors side by side --------------------------------------------------------------------------------------
 
 LABELS = torch.arange(SIZE) % 3
@@ -54,7 +55,7 @@ def test_a_tensor_an_array_and_a_parameter_give_their_rows() -> None:
     assert equal(first_of(torch.nn.Parameter(INPUTS.clone())), FOUR)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+@READERS
 def test_several_tensors_keep_their_container(options: dict[str, Any]) -> None:
     in_tuple = first_of((INPUTS, LABELS.numpy()), **options)
     assert isinstance(in_tuple, tuple | list)  # DataLoader makes a list of a tuple
@@ -72,14 +73,10 @@ def test_several_tensors_keep_their_container(options: dict[str, Any]) -> None:
 
 
 class Doubling(TensorDataset):
-    """A data set that has tensors and changes them when they are read."""
+    """Has tensors and changes them when they are read."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(2 * tensor[index] for tensor in self.tensors)
-
-
-def test_a_users_getitem_takes_precedence_over_the_tensors_of_a_data_set() -> None:
-    assert equal(first_of(Doubling(INPUTS, LABELS))[0], 2 * FOUR)
 
 
 class First(TensorDataset):
@@ -101,27 +98,14 @@ class TogetherOrAlone(Together):
         return self.__getitems__([index])[0]
 
 
-def test_a_users_length_takes_precedence_over_the_tensors_of_a_data_set() -> None:
-    for data in (First(INPUTS, LABELS), Subset(First(INPUTS, LABELS), range(4))):
-        inputs, labels = zip(*shards_of(data, 3), strict=True)
-        assert equal(torch.cat(inputs), FOUR)
-        assert equal(torch.cat(labels), CLASSES)
-
-
-def test_a_data_set_that_would_be_read_together_is_not_read_by_its_tensors() -> None:
-    assert equal(first_of(TogetherOrAlone(INPUTS, LABELS))[0], 2 * FOUR)
-    with pytest.raises(TypeError, match=r"by __getitem__, never by __getitems__.*Got a Together,.*Define __getitem__"):
-        first_of(Together(INPUTS, LABELS))
-
-
 class Holder:
     """Not a data set of torch."""
 
-    def __init__(self, tensors: Any) -> None:
+    def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
 
 
-class Streamed(Holder):
+class Iterated(Holder):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(2 * self.tensors[0])
 
@@ -139,28 +123,45 @@ class Sized(Holder):
         return 4
 
 
-def test_an_object_with_tensors_is_read_by_its_own_methods_if_it_has_some() -> None:
-    assert equal(first_of(Holder((INPUTS, LABELS)))[1], CLASSES)
-    assert equal(first_of(Called((INPUTS,))), 2 * FOUR)
-    assert equal(first_of(Sized(FOUR)), FOUR)
-    with pytest.raises(ValueError, match="Got a Sized with 4 samples and 10 rows"):
-        first_of(Sized((INPUTS,)))
-    with pytest.raises(
-        TypeError, match=r"both tensors and an __iter__ of their own\. Got a Streamed\. Pass its tensors"
-    ):
-        first_of(Streamed((INPUTS,)))
+def test_the_methods_of_a_data_set_take_precedence_over_its_tensors() -> None:
+    for data, inputs in ((Doubling, 2 * FOUR), (TogetherOrAlone, 2 * FOUR), (First, FOUR), (Holder, FOUR)):
+        assert equal(first_of(data(INPUTS, LABELS))[0], inputs)
+    assert equal(first_of(Called(INPUTS))[0], 2 * FOUR[0])
+    assert equal(first_of(Sized(FOUR))[0], FOUR)
+    for four in (First(INPUTS, LABELS), Subset(First(INPUTS, LABELS), range(4))):
+        shards = shards_of(four, 3)
+        assert equal(torch.cat([rows for rows, _ in shards]), FOUR)
+        assert equal(torch.cat([labels for _, labels in shards]), CLASSES)
 
 
+@pytest.mark.parametrize(
+    ("data", "kind", "said"),
+    [
+        (
+            Together(INPUTS, LABELS),
+            TypeError,
+            "by __getitem__, never by __getitems__.*Got a Together,.*Define",
+        ),
+        (Sized(INPUTS), ValueError, "Got a Sized with 4 samples and 10 rows"),
+        (Iterated(INPUTS), TypeError, r"both tensors and an __iter__ of their own\. Got a Iterated\. Pass its tensors"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_methods_beside_them_are_refused(
+    data: Any, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        first_of(data)
+
+
+@READERS
 @pytest.mark.covers("A7")
-def test_labelled_images_are_read_as_floats_from_0_to_1_with_class_indices() -> None:
+def test_labelled_images_are_read_as_floats_from_0_to_1_with_class_indices(options: dict[str, Any]) -> None:
     pixels = torch.arange(SIZE * 28, dtype=torch.uint8).reshape(SIZE, 1, 4, 7)
     pixels[0, 0, 0, :2] = torch.tensor([0, 255])
-    names = ("a", "b", "c")
-    for options in ({}, {"num_workers": 0}):
-        images, labels = first_of(datasets.LabelledImages(pixels, LABELS, names), **options)
-        assert equal(images, pixels[:4].float() / 255)
-        assert (images.min(), images.max()) == (0.0, 1.0)
-        assert equal(labels, CLASSES)
+    images, labels = first_of(datasets.LabelledImages(pixels, LABELS, ("a", "b", "c")), **options)
+    assert equal(images, pixels[:4].float() / 255)
+    assert (images.min(), images.max()) == (0.0, 1.0)
+    assert equal(labels, CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_arrays_of_every_layout_and_type_give_their_rows(array: np.ndarray[Any, 
     assert first_of(array).numpy().dtype == array.dtype
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+@READERS
 def test_a_read_only_array_is_read_without_a_warning(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "inputs.npy"
     np.save(path, INPUTS.numpy())
@@ -213,26 +214,11 @@ def test_rows_in_order_have_the_layout_of_shuffled_rows(layout: str) -> None:
     assert layout != "channels last" or in_order.is_contiguous(memory_format=torch.channels_last)
 
 
-class Calls(TorchDispatchMode):
-    """The operations that torch performs, and the bytes of the tensors that they make."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and result is not args[0]:
-            self.bytes += result.nbytes
-        return result
-
-
 def test_rows_in_order_are_copied_in_one_piece() -> None:
-    with Calls() as calls:
+    names: list[str] = []
+    with Dispatched(lambda function, *_: names.append(function.__name__)):
         first_of((INPUTS, LABELS), batch_size=SIZE)
-    assert calls.names[-4:] == ["slice.Tensor", "clone.default"] * 2
+    assert names[-4:] == ["slice.Tensor", "clone.default"] * 2
 
 
 def test_data_that_need_a_gradient_give_rows_that_do_not() -> None:
@@ -258,27 +244,22 @@ def test_a_shards_data_may_be_changed_in_place(shuffle: bool, options: dict[str,
 # -- data sets -------------------------------------------------------------------------------------------------
 
 
-class Mixed(Dataset[Any]):
-    """Samples that are dicts of all kinds of values."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {
-            "tensor": INPUTS[index],
-            "array": INPUTS[index].numpy(),
-            "scalar": np.float32(index),
-            "label": np.int64(index),
-            "number": index,
-            "name": f"image {index}",
-            "nested": Pair(index, [float(index)]),
-        }
+def mixed(index: int) -> dict[str, Any]:
+    """All kinds of values."""
+    return {
+        "tensor": INPUTS[index],
+        "array": INPUTS[index].numpy(),
+        "scalar": np.float32(index),
+        "label": np.int64(index),
+        "number": index,
+        "name": f"image {index}",
+        "nested": Pair(index, [float(index)]),
+    }
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_samples_may_be_dicts_of_anything(workers: str) -> None:
-    shards = shards_of(Mixed(), **WORKERS[workers])
+    shards = shards_of(Mapped(SIZE, mixed), **WORKERS[workers])
     assert [len(shard["label"]) for shard in shards] == [4, 4, 2]
     first = shards[0]
     assert equal(first["tensor"], FOUR)
@@ -404,18 +385,24 @@ class Pinning(Cpu):
         return memory
 
 
-def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
+def test_images_are_gathered_as_bytes_and_become_floats_once(world: dl.World) -> None:
+    sizes: list[int] = []
+
+    def note(function: Any, arguments: Any, result: torch.Tensor) -> None:
+        """The bytes of what is made."""
+        if not function.is_view and result is not arguments[0]:
+            sizes.append(result.nbytes)
+
     pixels = torch.arange(SIZE * 256).remainder(256).to(torch.uint8).reshape(SIZE, 1, 16, 16)
     data = datasets.LabelledImages(pixels, LABELS, ("a", "b", "c"))
-    with dl.join_world() as world:
-        batches = dl.Batches(data, 8, world, shuffle=True)
-        assert isinstance(batches._reader, TensorReader)
-        stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
-        indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
-        with Calls() as calls:
-            images, labels = loaded.data(0)
+    batches = dl.Batches(data, 8, world, shuffle=True)
+    assert isinstance(batches._reader, TensorReader)
+    stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
+    indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
+    with Dispatched(note):
+        images, labels = loaded.data(0)
     assert stored == SIZE * (256 + 8)
-    assert calls.bytes == 8 * (256 + 8 + 4 * 256) + 4
+    assert sum(sizes) == 8 * (256 + 8 + 4 * 256) + 4
     assert equal(images, (pixels / 255)[indices])  # every bit, of all 256 values
     assert equal(labels, LABELS[indices])
 

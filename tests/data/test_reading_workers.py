@@ -7,32 +7,28 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from multiprocessing import util
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import ddp_loop as dl
 from ddp_loop.data import readers as reading
 from ddp_loop.distributed import children_except
 from tests.support.harness import MOMENT_S, OnRanks, child_processes
 from tests.support.runs import LONG_S
-from tests.support.sources import SIZE, WORKERS, Images
+from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Mapped
 
 # -- randomness while reading ----------------------------------------------------------------------------------
 
 
-class Noisy(Dataset[Any]):
-    """Sample i is i plus three draws."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[int, float, float, torch.Tensor]:
-        return index, random.gauss(0.0, 1.0), np.random.randn(), torch.rand((), dtype=torch.float64)
+def noisy(index: int) -> tuple[int, float, float, torch.Tensor]:
+    """The number and three draws."""
+    return index, random.gauss(0.0, 1.0), np.random.randn(), torch.rand((), dtype=torch.float64)
 
 
 Draws = dict[int, tuple[float, ...]]
@@ -42,7 +38,7 @@ def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, An
     """The draws of this rank, by sample."""
     with dl.join_world(seed=3) as world:
         found: Draws = {}
-        for loaded in dl.Batches(Noisy(), batch_size, world, shards=shards, **options).epoch(epoch + 1):
+        for loaded in dl.Batches(Mapped(SIZE, noisy), batch_size, world, shards=shards, **options).epoch(epoch + 1):
             for number, _ in enumerate(loaded.mini_batch.shards):
                 index, *values = loaded.data(number)
                 rows = zip(*(value.tolist() for value in values), strict=True)
@@ -71,7 +67,7 @@ def test_reading_leaves_the_random_state_of_the_process(workers: str) -> None:
     with dl.join_world(seed=3) as world:
         expected = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(6)]
     with dl.join_world(seed=3) as world:
-        batches, found = dl.Batches(Noisy(), 4, world, **WORKERS[workers]), []
+        batches, found = dl.Batches(Mapped(SIZE, noisy), 4, world, **WORKERS[workers]), []
         for epoch in (0, 1):
             for loaded in batches.epoch(epoch + 1):
                 loaded.data(0)
@@ -84,100 +80,85 @@ def test_reading_leaves_the_random_state_of_the_process(workers: str) -> None:
 # -- workers come and go ---------------------------------------------------------------------------------------
 
 
-def test_workers_end_with_the_epoch_while_its_last_mini_batch_is_held() -> None:
-    with dl.join_world() as world:
-        before = child_processes()
-        held = list(dl.Batches(Images(), 4, world, num_workers=2).epoch(1))
-        assert len(held) == 3
-        assert child_processes() == before
+def test_workers_end_with_the_epoch_while_its_last_mini_batch_is_held(world: dl.World) -> None:
+    before = child_processes()
+    held = list(dl.Batches(Images(), 4, world, num_workers=2).epoch(1))
+    assert len(held) == 3
+    assert child_processes() == before
 
 
-def test_persistent_workers_are_the_same_in_each_epoch_and_end_with_the_batches() -> None:
-    with dl.join_world() as world:
-        before = child_processes()
-        batches = dl.Batches(Images(), 4, world, **WORKERS["two that persist"])
-        found = []
-        for epoch in (0, 1):
-            found += [child_processes() - before for loaded in batches.epoch(epoch + 1) if loaded.data(0) is not None]
-        assert len(found[0]) == 2
-        assert all(workers == found[0] for workers in found)
-        del batches
-        assert child_processes() == before
+def test_persistent_workers_are_the_same_in_each_epoch_and_end_with_the_batches(world: dl.World) -> None:
+    before = child_processes()
+    batches = dl.Batches(Images(), 4, world, **WORKERS["two that persist"])
+    found = []
+    for epoch in (0, 1):
+        found += [child_processes() - before for loaded in batches.epoch(epoch + 1) if loaded.data(0) is not None]
+    assert len(found[0]) == 2
+    assert all(workers == found[0] for workers in found)
+    del batches
+    assert child_processes() == before
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_an_epoch_may_be_left_in_the_middle_for_the_next_one(workers: str) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(torch.arange(20), 2, world, shuffle=True, **WORKERS[workers])
-        for epoch in range(3):
-            found = []
-            for loaded in batches.epoch(epoch + 1):
-                found.append(loaded.data(0).tolist())
-                if len(found) == 2:
-                    break
-            order = batches.indices(epoch + 1, 0, 20).tolist()
-            assert found == [order[:2], order[2:4]]
-        assert [loaded.data(0).tolist() for loaded in batches.epoch(1)][9] == batches.indices(1, 18, 2).tolist()
+def test_an_epoch_may_be_left_in_the_middle_for_the_next_one(workers: str, world: dl.World) -> None:
+    batches = dl.Batches(torch.arange(20), 2, world, shuffle=True, **WORKERS[workers])
+    for epoch in range(3):
+        found = []
+        for loaded in batches.epoch(epoch + 1):
+            found.append(loaded.data(0).tolist())
+            if len(found) == 2:
+                break
+        order = batches.indices(epoch + 1, 0, 20).tolist()
+        assert found == [order[:2], order[2:4]]
+    assert [loaded.data(0).tolist() for loaded in batches.epoch(1)][9] == batches.indices(1, 18, 2).tolist()
 
 
 @pytest.mark.parametrize("workers", ["none", "two"])
-def test_two_epochs_may_be_read_alternately(workers: str) -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(torch.arange(6), 2, world, shuffle=True, **WORKERS[workers])
-        for one, other in zip(batches.epoch(1), batches.epoch(2), strict=True):
-            start = one.mini_batch.start
-            assert one.data(0).tolist() == batches.indices(1, start, 2).tolist()
-            assert other.data(0).tolist() == batches.indices(2, start, 2).tolist()
+def test_two_epochs_may_be_read_alternately(workers: str, world: dl.World) -> None:
+    batches = dl.Batches(torch.arange(6), 2, world, shuffle=True, **WORKERS[workers])
+    for one, other in zip(batches.epoch(1), batches.epoch(2), strict=True):
+        start = one.mini_batch.start
+        assert one.data(0).tolist() == batches.indices(1, start, 2).tolist()
+        assert other.data(0).tolist() == batches.indices(2, start, 2).tolist()
 
 
-def test_persistent_workers_refuse_a_second_epoch_before_the_first_ends() -> None:
-    with dl.join_world() as world:
-        batches = dl.Batches(torch.arange(6), 2, world, **WORKERS["two that persist"])
-        training = batches.epoch(1)
+def test_persistent_workers_refuse_a_second_epoch_before_the_first_ends(world: dl.World) -> None:
+    batches = dl.Batches(torch.arange(6), 2, world, **WORKERS["two that persist"])
+    training = batches.epoch(1)
+    next(training).data(0)
+    assert len([loaded.data(0) for loaded in batches.epoch(2)]) == 3  # as an evaluation in between
+    with pytest.raises(RuntimeError, match="Persistent workers read one epoch at a time"):
         next(training).data(0)
-        assert len([loaded.data(0) for loaded in batches.epoch(2)]) == 3  # as an evaluation in between
-        with pytest.raises(RuntimeError, match="Persistent workers read one epoch at a time"):
-            next(training).data(0)
 
 
-class Torn(Images):
-    """One of its samples cannot be read."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5:
-            raise OSError("the file is torn")
-        return super().__getitem__(index)
+def torn(index: int) -> torch.Tensor:
+    """One sample cannot be read."""
+    if index == 5:
+        raise OSError("the file is torn")
+    return INPUTS[index]
 
 
 @pytest.mark.parametrize("workers", ["two", "two that persist"])
-def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str) -> None:
-    with dl.join_world() as world:
-        before = child_processes()
-        options = WORKERS[workers]
-        with pytest.raises(OSError, match="the file is torn") as caught:
-            [loaded.data(0) for loaded in dl.Batches(Torn(), 2, world, **options).epoch(1)]
-        assert caught.value.__traceback__ is not None
-        assert child_processes() == before
+def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str, world: dl.World) -> None:
+    before = child_processes()
+    options = WORKERS[workers]
+    with pytest.raises(OSError, match="the file is torn") as caught:
+        [loaded.data(0) for loaded in dl.Batches(Mapped(SIZE, torn), 2, world, **options).epoch(1)]
+    assert caught.value.__traceback__ is not None
+    assert child_processes() == before
 
 
-class Unsendable(Dataset[Any]):
+def unsendable(raises: bool, index: int) -> Any:
     """Sample 3 cannot be pickled, or raises an error that cannot."""
 
-    def __init__(self, raises: bool) -> None:
-        self._raises = raises
+    class Local(Exception):
+        pass
 
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        class Local(Exception):
-            pass
-
-        if index < 3:
-            return index
-        if self._raises:
-            raise Local("the file is torn")
-        return Local
+    if index < 3:
+        return index
+    if raises:
+        raise Local("the file is torn")
+    return Local
 
 
 def as_they_are(samples: list[Any]) -> list[Any]:
@@ -185,17 +166,16 @@ def as_they_are(samples: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["a sample", "an error"])
-def test_what_a_worker_cannot_pickle_is_an_error_and_no_wait(raises: bool) -> None:
+def test_what_a_worker_cannot_pickle_is_an_error_and_no_wait(raises: bool, world: dl.World) -> None:
     options: dict[str, Any] = {"num_workers": 1, "collate_fn": as_they_are, "timeout": MOMENT_S}
     kind, said = (RuntimeError, "the file is torn") if raises else (TypeError, "cannot be pickled .*Local")
-    with dl.join_world() as world:
-        before = child_processes()
-        batches = dl.Batches(Unsendable(raises), 2, world, shuffle=False, check_data=False, **options)
-        mini_batches = batches.epoch(1)
-        assert next(mini_batches).data(0) == [0, 1]
-        with pytest.raises(kind, match=said):
-            next(mini_batches).data(0)
-        assert child_processes() == before
+    before = child_processes()
+    batches = dl.Batches(Mapped(4, partial(unsendable, raises)), 2, world, shuffle=False, check_data=False, **options)
+    mini_batches = batches.epoch(1)
+    assert next(mini_batches).data(0) == [0, 1]
+    with pytest.raises(kind, match=said):
+        next(mini_batches).data(0)
+    assert child_processes() == before
 
 
 def end_late(_: int) -> None:
@@ -258,16 +238,15 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
     assert not loaded._workers[0].is_alive()
 
 
-def test_a_worker_that_dies_raises_where_its_data_are_waited_for_and_not_within_a_sum_say() -> None:
+def test_a_worker_that_dies_raises_where_its_data_are_waited_for_and_not_within_a_sum_say(world: dl.World) -> None:
     """torch's SIGCHLD handler raises in the main thread, at any line, for each worker in its list."""
     before = children_except(set())
-    with dl.join_world() as world:
-        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-        epoch = dl.Batches(Images(), 3, world, **options).epoch(1)
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    epoch = dl.Batches(Images(), 3, world, **options).epoch(1)
+    next(epoch).data(0)
+    (worker,) = children_except(before)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal"):
         next(epoch).data(0)
-        (worker,) = children_except(before)
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal"):
-            next(epoch).data(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +11,12 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import Refused
+from tests.support.refusals import ALL, Refused
 from tests.support.sequences import LENGTHS, by_lane
+from tests.support.sources import Mapped
+from tests.support.training import loop_on
+
+pytestmark = pytest.mark.covers("D9")
 
 LANES, LENGTH = 5, 4
 Seen = list[list[tuple[int, list[int], bool, bool]]]
@@ -54,7 +57,6 @@ def together(ranks: list[list[Seen]]) -> list[Seen]:
     ]
 
 
-@pytest.mark.covers("D9")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("ranks", "shards", "lanes"), [(2, None, 5), (3, 4, 5), (2, 3, 14)])
 def test_an_epoch_has_each_time_step_once_and_in_order_whatever_the_ranks(
@@ -77,35 +79,29 @@ def test_an_epoch_has_each_time_step_once_and_in_order_whatever_the_ranks(
         assert sum(len({row[0] for rows in epoch for row in rows}) for epoch in epochs) == len(LENGTHS)
 
 
-def test_without_shuffling_lanes_have_the_sequences_as_assigned() -> None:
-    with dl.join_world() as world:
-        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
-        rows = chunks_of(batches)
-        first = [numbers[0] for numbers in by_lane(LENGTHS, LANES, LENGTH)]
-        assert [number for number, *_ in rows[0]] == first
-        assert chunks_of(batches, start=3) == rows[3:]
-        assert [sum(batches.sizes(position)) for position in range(7)] == [sum(len(r[1]) for r in row) for row in rows]
-        values = torch.cat(numbered())
-        for loaded, row in zip(batches.epoch(1), rows, strict=True):
-            at = loaded.mini_batch
-            own = batches.indices(1, at.start, at.samples)
-            assert values[own].tolist() == [value for one in row for value in one[1]]
-        assert values[batches.indices(1, 7, 60)].tolist() == [v for row in rows for one in row for v in one[1]][7:67]
+def test_without_shuffling_lanes_have_the_sequences_as_assigned(world: dl.World) -> None:
+    batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
+    rows = chunks_of(batches)
+    first = [numbers[0] for numbers in by_lane(LENGTHS, LANES, LENGTH)]
+    assert [number for number, *_ in rows[0]] == first
+    assert chunks_of(batches, start=3) == rows[3:]
+    assert [sum(batches.sizes(position)) for position in range(7)] == [sum(len(r[1]) for r in row) for row in rows]
+    values = torch.cat(numbered())
+    for loaded, row in zip(batches.epoch(1), rows, strict=True):
+        at = loaded.mini_batch
+        own = batches.indices(1, at.start, at.samples)
+        assert values[own].tolist() == [value for one in row for value in one[1]]
+    assert values[batches.indices(1, 7, 60)].tolist() == [v for row in rows for one in row for v in one[1]][7:67]
 
 
-class Drawn(torch.utils.data.Dataset[dict[str, Any]]):
-    """Sequences with noise, each in a dict of two parts."""
-
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"noise": torch.randn(LENGTHS[index], 2), "numbers": np.full(LENGTHS[index], index)}
+def drawn(index: int) -> dict[str, Any]:
+    """A sequence with noise, in a dict of two parts."""
+    return {"noise": torch.randn(LENGTHS[index], 2), "numbers": np.full(LENGTHS[index], index)}
 
 
 def noise(epoch: int, start: int, lengths: tuple[int, ...] | None) -> list[dict[str, torch.Tensor]]:
     with dl.join_world(seed=3) as world:
-        batches = dl.SequenceBatches(Drawn(), LANES, LENGTH, world, shards=4, lengths=lengths)
+        batches = dl.SequenceBatches(Mapped(len(LENGTHS), drawn), LANES, LENGTH, world, shards=4, lengths=lengths)
         own = [
             (loaded, shard) for loaded in batches.epoch(epoch, start) for shard in range(len(loaded.mini_batch.shards))
         ]
@@ -127,11 +123,10 @@ class Parts(NamedTuple):
     of: dict[str, torch.Tensor]
 
 
-def test_parts_go_by_their_keys_in_whichever_order_a_sequence_has_them() -> None:
+def test_parts_go_by_their_keys_in_whichever_order_a_sequence_has_them(world: dl.World) -> None:
     one, two = torch.ones(4), torch.full((4,), 2.0)
     sequences = [Parts({"one": one, "two": two}), Parts({"two": two, "one": one})]
-    with dl.join_world() as world:
-        (chunk,) = dl.SequenceBatches(sequences, 2, 4, world, shuffle=False)
+    (chunk,) = dl.SequenceBatches(sequences, 2, 4, world, shuffle=False)
     assert (chunk.data.of["one"].unique().tolist(), chunk.data.of["two"].unique().tolist()) == ([1.0], [2.0])
 
 
@@ -151,48 +146,51 @@ def test_hidden_states_go_by_their_keys_in_whichever_order_a_shard_assigns_them(
     assert on_ranks(ranks, hidden_by_key) == [([1.0, 1.0], [2.0, 2.0])] * ranks
 
 
-def test_batchify_makes_the_windows_of_a_word_level_language_model() -> None:
+def test_batchify_makes_the_windows_of_a_word_level_language_model(world: dl.World) -> None:
     """As `batchify` and `get_batch` of pytorch/examples do, if the text divides."""
     tokens, lanes, window = torch.arange(60) * 7 % 61, 4, 6
     columns = tokens.view(lanes, -1).t()
-    with dl.join_world() as world:
-        batches = dl.SequenceBatches(dl.batchify(tokens, lanes), lanes, window, world, shuffle=False)
-        positions = range(0, len(columns) - 1, window)
-        assert len(batches) == len(positions)
-        for at, loaded in zip(positions, batches.epoch(1), strict=True):
-            last = min(at + window, len(columns) - 1)
-            chunk = loaded.data(0)
-            assert torch.equal(chunk.data[0], columns[at:last].t())
-            assert torch.equal(chunk.data[1], columns[at + 1 : last + 1].t())
-            assert bool(chunk.starts.all()) == (at == 0)
+    batches = dl.SequenceBatches(dl.batchify(tokens, lanes), lanes, window, world, shuffle=False)
+    positions = range(0, len(columns) - 1, window)
+    assert len(batches) == len(positions)
+    for at, loaded in zip(positions, batches.epoch(1), strict=True):
+        last = min(at + window, len(columns) - 1)
+        chunk = loaded.data(0)
+        assert torch.equal(chunk.data[0], columns[at:last].t())
+        assert torch.equal(chunk.data[1], columns[at + 1 : last + 1].t())
+        assert bool(chunk.starts.all()) == (at == 0)
     assert [len(inputs) for inputs, _ in dl.batchify(torch.arange(14), 4)] == [3, 3, 2, 2]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no sequences": ([], {}, ValueError, "at least one sequence. Got none"),
-    "an empty one": ([torch.ones(3), torch.ones(0)], {}, ValueError, "must have a time step. Sequence 1 has 0"),
-    "lanes 0": (numbered(), {"lanes": 0}, ValueError, "lanes must be a whole number, 1 or more. Got 0"),
-    "length 0": (numbered(), {"length": 0}, ValueError, "length must be a whole number, 1 or more. Got 0"),
-    "batch_dim negative": (numbered(), {"batch_dim": -1}, ValueError, "batch_dim must be a whole number, 0 or more"),
-    "words": (["ab", "cd"], {}, TypeError, "Sequence 0 is a str. Convert"),
-    "a text": ("abcd", {}, TypeError, "must be a list of tensors.*Got str"),
-    "an iterator": (iter(numbered()), {}, TypeError, "Got list_iterator"),
-    "scalars": ([torch.tensor(1.0)], {}, ValueError, "same first dimension"),
-    "unequal parts": ([(torch.ones(3), torch.ones(2))], {}, ValueError, "same first dimension"),
-    "other keys": ([{"x": torch.ones(3)}, {"y": torch.ones(3)}], {}, ValueError, "Sequence 1 has {'y': .*{'x': "),
-    "more parts": ([(torch.ones(3),), (torch.ones(3),) * 2], {}, ValueError, "must have the same parts. Sequence 1"),
-    "lengths of other sequences": (numbered(), {"lengths": [1, 2]}, ValueError, "Got 2 for 11 sequences"),
-    "a length of 0": ([torch.ones(3)], {"lengths": [0]}, ValueError, "Sequence 0 has 0"),
-}
+VALUES: list[tuple[Any, dict[str, Any], str]] = [  # sequences, options, what a ValueError says
+    ([], {}, "at least one sequence. Got none"),
+    ([torch.ones(3), torch.ones(0)], {}, "must have a time step. Sequence 1 has 0"),
+    (numbered(), {"lanes": 0}, "lanes must be a whole number, 1 or more. Got 0"),
+    (numbered(), {"length": 0}, "length must be a whole number, 1 or more. Got 0"),
+    (numbered(), {"batch_dim": -1}, "batch_dim must be a whole number, 0 or more"),
+    ([torch.tensor(1.0)], {}, "same first dimension"),
+    ([(torch.ones(3), torch.ones(2))], {}, "same first dimension"),
+    ([{"x": torch.ones(3)}, {"y": torch.ones(3)}], {}, "Sequence 1 has {'y': .*{'x': "),
+    ([(torch.ones(3),), (torch.ones(3),) * 2], {}, "must have the same parts. Sequence 1"),
+    (numbered(), {"lengths": [1, 2]}, "Got 2 for 11 sequences"),
+    ([torch.ones(3)], {"lengths": [0]}, "Sequence 0 has 0"),
+]
+KINDS: list[tuple[Any, dict[str, Any], str]] = [  # sequences, options, what a TypeError says
+    (["ab", "cd"], {}, "Sequence 0 is a str. Convert"),
+    ("abcd", {}, "must be a list of tensors.*Got str"),
+    (iter(numbered()), {}, "Got list_iterator"),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_bad_sequences_are_refused(what: str) -> None:
-    sequences, keywords, kind, words = REFUSED[what]
-    with dl.join_world() as world, pytest.raises(kind, match=words):
-        dl.SequenceBatches(sequences, **{"lanes": 2, "length": 3, "world": world, **keywords})
+@pytest.mark.parametrize(("kind", "cases"), [(ValueError, VALUES), (TypeError, KINDS)])
+def test_bad_sequences_are_refused(
+    kind: type[Exception], cases: list[tuple[Any, dict[str, Any], str]], world: dl.World
+) -> None:
+    for sequences, options, said in cases:
+        with pytest.raises(kind, match=said):
+            dl.SequenceBatches(sequences, **{"lanes": 2, "length": 3, "world": world, **options})
 
 
 def test_a_text_that_is_too_short_and_unpad_of_another_shape_are_refused() -> None:
@@ -215,34 +213,23 @@ def changed(number: int, sequence: torch.Tensor) -> Case:
     return sequences, LANES, LENGTH
 
 
-GOOD: Case = numbered(), LANES, LENGTH
-BAD_ON_RANK_1: list[tuple[Case, str]] = [
-    (changed(2, torch.ones(0, dtype=torch.int64)), "must have a time step. Sequence 2 has 0"),
-    ((numbered(), 4, LENGTH), r"lanes of SequenceBatches must be the same on every rank\..* has lanes=4"),
-    ((numbered(), LANES, 3), r"length of SequenceBatches must be the same on every rank\..* has length=3"),
-    (changed(3, torch.arange(6)), "Every rank must be given the same data"),
-    (changed(4, numbered()[4] + 1), "the values of the sequences.*different values on rank 1"),
+BAD_ON_RANK_1: list[tuple[Case, int, str]] = [  # which rank raises it
+    (changed(2, torch.ones(0, dtype=torch.int64)), 1, "must have a time step. Sequence 2 has 0"),
+    ((numbered(), 4, LENGTH), ALL, r"lanes of SequenceBatches must be the same on every rank\..* has lanes=4"),
+    ((numbered(), LANES, 3), ALL, r"length of SequenceBatches must be the same on every rank\..* has length=3"),
+    (changed(3, torch.arange(6)), ALL, "Every rank must be given the same data"),
+    (changed(4, numbered()[4] + 1), ALL, "the values of the sequences.*different values on rank 1"),
 ]
 
 
-def refusals() -> list[tuple[str, str]]:
-    found = []
-    with dl.join_world() as world:
-        for bad, _ in BAD_ON_RANK_1:
-            sequences, lanes, length = bad if world.rank == 1 else GOOD
-            with pytest.raises((ValueError, dl.PeerFailed)) as refused:
-                dl.SequenceBatches(sequences, lanes, length, world)
-            found.append((refused.typename, str(refused.value)))
-    return found
+def make_badly(world: dl.World, folder: str, bad: Case) -> None:
+    sequences, lanes, length = bad if world.rank == 1 else (numbered(), LANES, LENGTH)
+    dl.SequenceBatches(sequences, lanes, length, world)
 
 
-@pytest.mark.covers("D9")
-def test_sequences_that_are_bad_on_one_rank_are_refused_on_all(on_ranks: OnRanks) -> None:
-    for rank, (empty, *others) in enumerate(on_ranks(3, refusals)):
-        assert empty[0] == ("ValueError" if rank == 1 else "PeerFailed")
-        assert {kind for kind, _ in others} == {"ValueError"}
-        for (_, said), (_, text) in zip(BAD_ON_RANK_1, (empty, *others), strict=True):
-            assert re.search(said, text)
+def test_sequences_that_are_bad_on_one_rank_are_refused_on_all(refused: Refused) -> None:
+    for bad, by, said in BAD_ON_RANK_1:
+        refused(3, make_badly, bad, kind="ValueError", said=said, by=by)
 
 
 def read_with_wrong_lengths(world: dl.World, folder: str) -> None:
@@ -250,16 +237,15 @@ def read_with_wrong_lengths(world: dl.World, folder: str) -> None:
     world.gather(0)
 
 
-@pytest.mark.covers("D9")
 def test_a_sequence_of_another_length_than_was_said_ends_all_ranks(refused: Refused) -> None:
-    refused(3, read_with_wrong_lengths, kind="ValueError", said="Sequence 10 has 7 time steps, and had 9")
+    refused(3, read_with_wrong_lengths, kind="ValueError", said="Sequence 10 has 7 time steps, and had 9", by=None)
 
 
 def train_with_a_narrow_state(world: dl.World, folder: str) -> None:
     model = nn.GRU(1, 4, batch_first=True)
     inputs = [torch.ones(length, 1) for length in LENGTHS]
     batches = dl.SequenceBatches(inputs, LANES, LENGTH, world, shuffle=False)
-    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+    for step in loop_on(batches, model):
         for chunk in step:
             outputs, state = model(chunk.data, chunk.hidden)
             chunk.hidden = state[..., :3] if world.rank == 1 and step.iteration == 2 else state
@@ -267,31 +253,30 @@ def train_with_a_narrow_state(world: dl.World, folder: str) -> None:
         step.fold()
 
 
-@pytest.mark.covers("D9")
-def test_a_bad_hidden_state_is_refused_on_all_ranks(refused: Refused) -> None:
+def test_a_bad_hidden_state_is_refused_on_all_ranks(refused: Refused, world: dl.World) -> None:
     said = r"must keep its structure.*\[1, 4\].*\[1, 3\]"
     refused(3, train_with_a_narrow_state, kind="ValueError", said=said, by=1)
-    with dl.join_world() as world:
-        chunk = next(iter(dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)))
-        with pytest.raises(ValueError, match=r"in dimension 1. Got shape \(1, 9, 4\) for \d rows"):
-            chunk.hidden = torch.zeros(1, 9, 4)
-        with pytest.raises(TypeError, match=r"must be a tensor.*Got float"):
-            chunk.hidden = 1.0
-        with pytest.raises(TypeError, match="Got max"):
-            chunk.hidden = torch.ones(2, 2).max(0)
+    chunk = next(iter(dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)))
+    with pytest.raises(ValueError, match=r"in dimension 1. Got shape \(1, 9, 4\) for \d rows"):
+        chunk.hidden = torch.zeros(1, 9, 4)
+    with pytest.raises(TypeError, match=r"must be a tensor.*Got float"):
+        chunk.hidden = 1.0
+    with pytest.raises(TypeError, match="Got max"):
+        chunk.hidden = torch.ones(2, 2).max(0)
 
 
-def test_chunks_in_another_order_are_refused_and_an_epoch_that_begins_in_its_middle_has_no_state() -> None:
-    with dl.join_world() as world:
-        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
-        chunks = list(batches)
-        chunks[0].hidden = torch.zeros(1, LANES, 2)
-        with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*after mini-batch 1 of epoch 1"):
-            _ = chunks[2].hidden
-        chunks[1].hidden = chunks[1].hidden
-        chunks[2].hidden = chunks[2].hidden
-        with pytest.raises(RuntimeError, match="Chunks must be used in their order"):
-            chunks[1].hidden = torch.zeros(1, LANES, 2)
-        late = next(dl.SequenceBatches(numbered(), LANES, LENGTH, world).epoch(1, 2)).data(0)
-        with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*none was.*Assign chunk\.hidden"):
-            _ = late.hidden
+def test_chunks_in_another_order_are_refused_and_an_epoch_that_begins_in_its_middle_has_no_state(
+    world: dl.World,
+) -> None:
+    batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
+    chunks = list(batches)
+    chunks[0].hidden = torch.zeros(1, LANES, 2)
+    with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*after mini-batch 1 of epoch 1"):
+        _ = chunks[2].hidden
+    chunks[1].hidden = chunks[1].hidden
+    chunks[2].hidden = chunks[2].hidden
+    with pytest.raises(RuntimeError, match="Chunks must be used in their order"):
+        chunks[1].hidden = torch.zeros(1, LANES, 2)
+    late = next(dl.SequenceBatches(numbered(), LANES, LENGTH, world).epoch(1, 2)).data(0)
+    with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*none was.*Assign chunk\.hidden"):
+        _ = late.hidden

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ddp_loop as dl
 from ddp_loop.data.shards import Division, split_by_shares
 from tests.support.harness import OnRanks
-from tests.support.sources import numbers
+from tests.support.refusals import Refused
+from tests.support.sources import Streamed, numbers
 
 pytestmark = pytest.mark.covers("C5")
 
@@ -78,16 +77,14 @@ def test_halves_are_pieces_of_the_shards(
     assert division.carried == carried
 
 
-class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Any:
-        return iter(numbers(23))
-
-
 def own_samples(shares: Any) -> tuple[list[list[int]], tuple[int, ...], tuple[float, ...] | None]:
     """This rank's samples of an epoch of tensors and of streams, the sizes of the first mini-batch, and the shares."""
     with dl.join_world(seed=0) as world:
         batches = dl.Batches(numbers(23), 10, world, shuffle=False, shares=shares)
-        streams = [dl.Batches(Stream(), 10, world, shares=shares, shards=shards) for shards in (None, 2 * len(shares))]
+        streams = [
+            dl.Batches(Streamed(lambda: numbers(23)), 10, world, shares=shares, shards=shards)
+            for shards in (None, 2 * len(shares))
+        ]
         found = [[int(one) for rows in data for one in rows] for data in (batches, *streams)]
         return found, batches.sizes(0), batches.shares
 
@@ -123,19 +120,13 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 DISAGREEING: list[tuple[Any, Any]] = [((3, 1), (1, 3)), ((3, 1), "measured"), (None, (1, 1))]
 
 
-def refusals() -> list[str]:
-    found = []
-    with dl.join_world() as world:
-        cases = [case[:2] for case in REFUSED] + [(of_ranks[world.rank], {}) for of_ranks in DISAGREEING]
-        for shares, options in cases:
-            with pytest.raises(ValueError) as refused:  # noqa: PT011
-                dl.Batches(numbers(23), 10, world, shares=shares, **options)
-            found.append(str(refused.value))
-    return found
+def share(world: dl.World, folder: str, of_ranks: Any, options: dict[str, Any]) -> None:
+    dl.Batches(numbers(23), 10, world, shares=of_ranks[world.rank], **options)
 
 
-def test_an_invalid_share_and_other_ones_on_another_rank_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    said = [said for _, _, said in REFUSED] + ["shares of Batches must be the same on every rank"] * len(DISAGREEING)
-    for found in on_ranks(2, refusals):
-        for words, text in zip(said, found, strict=True):
-            assert re.search(words, text), f"{words}: {text}"
+def test_an_invalid_share_and_other_ones_on_another_rank_are_refused_on_every_rank(refused: Refused) -> None:
+    for shares, options, said in REFUSED:
+        refused(2, share, (shares, shares), options, kind="ValueError", said=said)
+    for of_ranks in DISAGREEING:
+        said = "shares of Batches must be the same on every rank"
+        refused(2, share, of_ranks, {}, kind="ValueError", said=said)

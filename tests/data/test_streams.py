@@ -16,6 +16,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, mean_of, network, samples
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9")
 
@@ -87,7 +88,7 @@ def trained(as_stream: bool) -> tuple[Tensors, list[tuple[int, bool, float]]]:
         data: Any = Rows(23) if as_stream else (rows, rows.sum(1, keepdim=True))
         batches = dl.Batches(data, 6, world, shards=3, transform=shifted, shuffle=False)
         told = []
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer, epochs=2):
             for inputs, sums in step:
                 step.backward(mse_loss(model(inputs), sums))
             told.append((step.samples, step.is_last_of_epoch, step.fold().loss.item()))
@@ -144,18 +145,6 @@ def test_draws_while_reading_do_not_depend_on_ranks(on_ranks: OnRanks) -> None:
         assert sorted(one for result in results for one in result[epoch]) == sorted(alone[epoch])
 
 
-def streams_of_the_process() -> tuple[object, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-
-
-def test_reading_a_stream_leaves_the_random_state_of_the_process() -> None:
-    with dl.join_world(seed=1) as world:
-        before = streams_of_the_process()
-        for _ in dl.Batches(Drawing(), 4, world):
-            pass
-        assert streams_of_the_process() == before
-
-
 def evaluated() -> tuple[dict[str, float], list[int]]:
     with dl.join_world() as world:
         batches = dl.Batches(Rows(23), 5, world)
@@ -192,14 +181,13 @@ def test_two_passes_over_a_stream_do_not_disturb_each_other() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
-def train_on(world: dl.World, data: Any, made: list[int] | None = None) -> None:
+def train_on(world: dl.World, data: Any) -> Iterator[dl.Step]:
     model = network()
-    for step in dl.Loop(dl.Batches(data, 6, world), 2, state={"model": model}, progress=False):
+    for step in loop_on(dl.Batches(data, 6, world), model, epochs=2):
         for inputs, sums in step:
             step.backward(mse_loss(model(inputs), sums))
         step.fold()
-        if made is not None:
-            made.append(step.iteration)
+        yield step
 
 
 class Once(Rows):
@@ -218,44 +206,48 @@ class Torn(Rows):
             yield row
 
 
-OTHERS: dict[Any, str] = {  # the length of rank 1's stream; the other ranks have 23 samples
-    11: "In mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream",
-    18: "In mini-batch 3 of epoch 1 it ended on 1 of 3 ranks",
-    29: "In mini-batch 4 of epoch 1 it ended on 2 of 3 ranks",
-    22: "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
-}
-ONCE = "in every epoch. In epoch 2 it gave no samples. Pass an object whose __iter__ restarts"
-SHORT = "gave less than the 5 samples of one. Pass an object whose __iter__ restarts, a smaller batch_size or drop_last"
-EVALUATED = "the stream is 20 samples on rank 0, but 21 samples on rank 1. Give every rank all data"
+def train_on_other(world: dl.World, folder: str, count: int) -> None:
+    """Rank 1's stream has that length; the other ranks have 23 samples."""
+    list(train_on(world, Rows(count if world.rank == 1 else 23)))
 
 
-def refusals() -> list[str]:
-    found = []
+def train_once(world: dl.World, folder: str) -> None:
+    list(train_on(world, Once(12)))
 
-    def refuses(use: Callable[[dl.World], Any]) -> None:
-        with pytest.raises(ValueError) as refused, dl.join_world() as world:  # noqa: PT011
-            use(world)
-        found.append(str(refused.value))
 
-    for count in OTHERS:
-        refuses(lambda world, count=count: train_on(world, Rows(count if world.rank == 1 else 23)))  # type: ignore[misc]
-    refuses(lambda world: train_on(world, Once(12)))
-    refuses(lambda world: dl.evaluate(network(), dl.Batches(Rows(4), 5, world, drop_last=True)))
-    refuses(lambda world: dl.evaluate(network(), dl.Batches(Rows(20 + (world.rank == 1)), 5, world), mean=mean_of))
-    refuses(lambda world: dl.predict(network(), dl.Batches(Rows(6), 3, world)))
-    return found
+def evaluate_short(world: dl.World, folder: str) -> None:
+    dl.evaluate(network(), dl.Batches(Rows(4), 5, world, drop_last=True))
+
+
+def evaluate_other(world: dl.World, folder: str) -> None:
+    dl.evaluate(network(), dl.Batches(Rows(20 + (world.rank == 1)), 5, world), mean=mean_of)
+
+
+def predict(world: dl.World, folder: str) -> None:
+    dl.predict(network(), dl.Batches(Rows(6), 3, world))
+
+
+RESTARTS = "Pass an object whose __iter__ restarts"
+REFUSED: list[tuple[Callable[..., None], tuple[int, ...], str]] = [
+    (train_on_other, (11,), "In mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream"),
+    (train_on_other, (18,), "In mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
+    (train_on_other, (29,), "In mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
+    (train_on_other, (22,), "last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4"),
+    (train_once, (), f"in every epoch. In epoch 2 it gave no samples. {RESTARTS}"),
+    (evaluate_short, (), f"gave less than the 5 samples of one. {RESTARTS}, a smaller batch_size or drop_last"),
+    (evaluate_other, (), "the stream is 20 samples on rank 0, but 21 samples on rank 1. Give every rank all data"),
+    (predict, (), "The length of a stream is unknown. Pass a data set"),
+]
 
 
 @pytest.mark.covers("D10")
-def test_streams_that_differ_between_ranks_or_do_not_restart_are_refused_on_all(on_ranks: OnRanks) -> None:
-    said = [*OTHERS.values(), ONCE, SHORT, EVALUATED, "The length of a stream is unknown. Pass a data set"]
-    for found in on_ranks(3, refusals):
-        for words, text in zip(said, found, strict=True):
-            assert words in text
+def test_streams_that_differ_between_ranks_or_do_not_restart_are_refused_on_all(refused: Refused) -> None:
+    for use, arguments, said in REFUSED:
+        refused(3, use, *arguments, kind="ValueError", said=said)
 
 
 def read_torn_on_rank_1(world: dl.World, folder: str) -> None:
-    train_on(world, Torn(23) if world.rank == 1 else Rows(23))
+    list(train_on(world, Torn(23) if world.rank == 1 else Rows(23)))
 
 
 @pytest.mark.covers("D10")
@@ -264,11 +256,11 @@ def test_a_stream_that_raises_ends_all_ranks_in_the_step_that_needs_the_sample(r
     assert "rank 1 failed in data of step 3" in told, told
     made: list[int] = []
     with pytest.raises(OSError, match="the file is torn"), dl.join_world() as world:
-        train_on(world, Torn(23), made)
+        made.extend(step.iteration for step in train_on(world, Torn(23)))
     assert made == [1, 2]  # sample 14 is in the third
 
 
-def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step() -> None:
+def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step(world: dl.World) -> None:
     places: list[tuple[int, str]] = []
 
     class Told(Rows):
@@ -277,13 +269,7 @@ def test_a_rank_that_reads_ahead_is_in_the_data_of_the_next_step() -> None:
                 places.append((number, str(world.where)))
                 yield row
 
-    with dl.join_world() as world:
-        batches = dl.Batches(Told(18), 6, world)
-        places.clear()  # it has looked at the first sample
-        for step in dl.Loop(batches, 2, state={"model": (model := network())}, progress=False):
-            for inputs, sums in step:
-                step.backward(mse_loss(model(inputs), sums))
-            step.fold()
-            assert str(world.where) == f" in optimizer of step {step.iteration}"
+    for step in train_on(world, Told(18)):
+        assert str(world.where) == f" in optimizer of step {step.iteration}"
     firsts = [place for number, place in places if number % 6 == 0]
     assert firsts == [f" in data of step {step}" for step in (1, 1, 2, 4, 4, 5)]  # the stream is one mini-batch ahead

@@ -20,6 +20,7 @@ from tests.support.harness import OnRanks
 from tests.support.own_data import made_steps, own_stream, rows_of
 from tests.support.paths import DOCS
 from tests.support.refusals import network
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -45,10 +46,7 @@ def train(
             data = torch.tensor(numbers, dtype=torch.int64), rows_of(numbers)
         batches = dl.Batches(data, size, world, partition=partition or "local", until=until, **options)
         assert size or batches.batch_size == sum(counts) == sum(batches.sizes(0))
-        loop = dl.Loop(
-            batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
-            allow_single_sample_shards=True,
-        )  # fmt: skip
+        loop = loop_on(batches, model, optimizer, epochs=epochs, allow_single_sample_shards=True)  # fmt: skip
         steps: list[Step] = []
         unused: list[tuple[int, ...] | None] = []
         for epoch in loop.epochs():

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from ddp_loop import datasets, networks
 from tests.support.harness import OnRanks
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("A1")]
 
@@ -18,8 +19,7 @@ def train_one_epoch() -> float:
     with dl.join_world(seed=0) as world:
         model = networks.digit_classifier().to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        state = {"model": model, "optimizer": optimizer}
-        for step in dl.Loop(dl.Batches(train, 128, world), 1, state=state, progress=False):
+        for step in loop_on(dl.Batches(train, 128, world), model, optimizer):
             for images, labels in step:
                 step.backward(cross_entropy(model(images), labels))
             step.fold()

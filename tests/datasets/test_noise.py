@@ -113,18 +113,15 @@ def test_pairs_depend_on_the_sample_not_on_ranks_or_shards(on_ranks: OnRanks) ->
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    ("images", "density", "said"),
     [
-        (torch.zeros(3, 1, 28, 28), r"Got torch.float32 \(3, 1, 28, 28\). Give Batches the images only"),
-        (torch.zeros(3, 28, 28, dtype=torch.uint8), r"Got torch.uint8 \(3, 28, 28\)"),
+        (torch.zeros(3, 1, 28, 28), 0.05, r"Got torch.float32 \(3, 1, 28, 28\). Give Batches the images only"),
+        (torch.zeros(3, 28, 28).byte(), 0.05, r"needs images, uint8 \(N, C, H, W\)\. Got torch.uint8 \(3, 28, 28\)"),
+        *((digits(10), density, r"a share of the pixels, 0 \.\. 1\. Got") for density in (-0.1, 1.5, float("nan"))),
     ],
 )
-def test_other_tensors_than_images_are_refused(images: torch.Tensor, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"noisy_pairs needs images, uint8 \(N, C, H, W\)\. {said}"):
-        noisy_pairs(images, draws_of(3))
-
-
-@pytest.mark.parametrize("density", [-0.1, 1.5, float("nan")])
-def test_a_density_outside_0_to_1_is_refused(density: float) -> None:
-    with pytest.raises(ValueError, match=r"density must be a share of the pixels, 0 \.\. 1\. Got"):
-        noisy_pairs(digits(10), draws_of(10), density=density)
+def test_other_tensors_than_images_and_a_density_outside_0_to_1_are_refused(
+    images: torch.Tensor, density: float, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        noisy_pairs(images, draws_of(len(images)), density=density)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_loop.determinism import checksum, checksum_all
 from ddp_loop.determinism.digests import _odd, _of_pieces, _of_rows, digest, words
+from tests.support.dispatching import Dispatched
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -123,35 +123,26 @@ def test_strides_and_offsets_do_not_matter() -> None:
         assert checksum(view).item() == checksum(own).item()
 
 
-class Counted(TorchDispatchMode):
-    """Counts operations, and the elements that they take and give."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = self.elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns)
-        self.operations += 1
-        for one in () if is_view else tree_leaves((args, result)):
-            self.elements += one.numel() if isinstance(one, torch.Tensor) else 0
-        return result
-
-
 @pytest.mark.parametrize("large", [False, True])
 def test_the_work_is_linear_in_the_number_of_small_tensors(large: bool) -> None:
-    def count(tensors: int) -> Counted:
-        given = [torch.ones(7) for _ in range(tensors)] + [torch.ones(2**18)] * large
-        counted = Counted()
-        with counted:
-            checksum_all(given)
-        return counted
+    def count(tensors: int) -> tuple[int, int]:
+        """The operations, and the elements that they take and give."""
+        sizes: list[int] = []
 
-    none, few, many = count(0 if large else 1), count(100), count(1600)
-    for name in ("operations", "elements"):
-        own, other = (getattr(one, name) - getattr(none, name) for one in (few, many))
-        assert 16 * own * 0.9 <= other <= 16 * own * 1.1, name
+        def note(function: Any, arguments: Any, result: Any) -> None:
+            is_view = any(
+                one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns
+            )
+            found = () if is_view else tree_leaves((arguments, result))
+            sizes.append(sum(one.numel() for one in found if isinstance(one, torch.Tensor)))
+
+        given = [torch.ones(7) for _ in range(tensors)] + [torch.ones(2**18)] * large
+        with Dispatched(note):
+            checksum_all(given)
+        return len(sizes), sum(sizes)
+
+    for none, few, many in zip(count(0 if large else 1), count(100), count(1600), strict=True):
+        assert 16 * (few - none) * 0.9 <= many - none <= 16 * (few - none) * 1.1
 
 
 def test_checksums_of_many_tensors_are_those_of_each() -> None:

@@ -23,6 +23,9 @@ from ddp_loop import datasets, networks
 from ddp_loop.determinism import deterministic, require_pinned
 from ddp_loop.determinism.settings import require_unstarted
 from tests.support.harness import OnRanks
+from tests.support.training import loop_on
+
+pytestmark = pytest.mark.covers("H3")
 
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -87,7 +90,6 @@ FORMER: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 }
 
 
-@pytest.mark.covers("H3")
 @pytest.mark.parametrize("former", FORMER)
 def test_the_block_sets_and_restores_every_setting(former: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FORMER[former](monkeypatch)
@@ -115,7 +117,6 @@ def test_settings_that_are_already_deterministic_stay(monkeypatch: pytest.Monkey
         assert settings() == {**SWITCHED, "CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "ring"}
 
 
-@pytest.mark.covers("H3")
 def test_the_block_yields_the_settings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with deterministic() as former, deterministic() as inner:
@@ -139,7 +140,6 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-@pytest.mark.covers("H3")
 def test_the_generators_are_seeded_and_restored_after_the_block() -> None:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     undisturbed = [draw() for _ in range(2)]
@@ -182,7 +182,6 @@ def unpool() -> None:
     nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long), [2, 2])
 
 
-@pytest.mark.covers("H3")
 @pytest.mark.parametrize(("operation", "name"), [(put, "put_"), (unpool, "max_unpooling2d_forward_out")])
 def test_a_nondeterministic_operation_raises_with_its_name_and_the_remedy(
     operation: Callable[[], None], name: str
@@ -201,35 +200,30 @@ def test_other_errors_leave_the_block_as_they_are() -> None:
     assert not hasattr(raised.value, "__notes__")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("CUBLAS_WORKSPACE_CONFIG", ":4096:2"),
-        ("NCCL_ALGO", "NVLS"),
-        ("NCCL_ALGO", "Ring,Tree"),
-        ("NCCL_ALGO", "^NVLS"),
-        ("NCCL_PROTO", "LL128"),
-        ("NCCL_NVLS_ENABLE", "2"),
-    ],
-)
-def test_a_variable_that_contradicts_is_refused_before_anything_is_changed(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    before, stream = settings(), torch.get_rng_state()
-    message = rf"needs {name}={VARIABLES[name]}.*\. Got {name}={re.escape(value)}. Unset it"
-    with pytest.raises(ValueError, match=message):
-        deterministic().__enter__()
-    assert settings() == before
+CONTRADICTING = {
+    "CUBLAS_WORKSPACE_CONFIG": [":4096:2"],
+    "NCCL_ALGO": ["NVLS", "Ring,Tree", "^NVLS"],
+    "NCCL_PROTO": ["LL128"],
+    "NCCL_NVLS_ENABLE": ["2"],
+}
+
+
+def test_what_contradicts_is_refused_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = torch.get_rng_state()
+    for name, value in ((name, value) for name, values in CONTRADICTING.items() for value in values):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            before = settings()
+            message = rf"needs {name}={VARIABLES[name]}.*\. Got {name}={re.escape(value)}. Unset it"
+            with pytest.raises(ValueError, match=message):
+                deterministic().__enter__()
+            assert settings() == before
+    seeds: list[Any] = ["0", 1.0, True, 2**64, -(2**63) - 1]
+    for seed in seeds:
+        with pytest.raises(ValueError, match="seed must be a whole number"):
+            deterministic(seed).__enter__()
+    assert settings() == dict.fromkeys(SWITCHED, False) | dict.fromkeys(VARIABLES) | {"fill": True}
     assert torch.equal(torch.get_rng_state(), stream)
-
-
-@pytest.mark.parametrize("seed", ["0", 1.0, True, 2**64, -(2**63) - 1])
-def test_a_seed_that_is_not_a_whole_number_of_64_bits_is_refused(seed: Any) -> None:
-    before = settings()
-    with pytest.raises(ValueError, match="seed must be a whole number"):
-        deterministic(seed).__enter__()
-    assert settings() == before
 
 
 def test_nccl_must_not_have_been_started_before_the_block() -> None:
@@ -282,8 +276,7 @@ def train(world: dl.World) -> str:
     model = nn.Sequential(nn.Dropout(0.2), networks.digit_classifier()).to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = dl.Batches(datasets.digits(size=60), 20, world)
-    state = {"model": model, "optimizer": optimizer}
-    for step in dl.Loop(batches, 9, steps=4, state=state, progress=False):
+    for step in loop_on(batches, model, optimizer, epochs=9, steps=4):
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels))
         step.fold()
@@ -304,7 +297,6 @@ def train_thrice(seed: int | None, device: str = "cpu") -> list[str]:
     return hashes
 
 
-@pytest.mark.covers("H3")
 @pytest.mark.slow
 def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_seed(on_ranks: OnRanks) -> None:
     first, other = on_ranks(2, train_thrice, 7)
@@ -316,7 +308,6 @@ def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_s
 
 
 @pytest.mark.gpu
-@pytest.mark.covers("H3")
 def test_two_runs_of_training_give_equal_bits_on_a_gpu() -> None:
     with deterministic(7):  # before the process's first matrix product, when torch reads the variable
         assert len(set(train_thrice(7, "gpu"))) == 1

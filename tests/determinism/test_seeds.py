@@ -13,7 +13,11 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.determinism import next_key, next_keys, splitmix64
 from tests.support.harness import OnRanks
+from tests.support.sources import Mapped
+from tests.support.training import loop_on
 from tests.support.training import train as plain_training
+
+pytestmark = pytest.mark.covers("H1")
 
 
 def draw(seed: int) -> tuple[float, float, float]:
@@ -21,7 +25,6 @@ def draw(seed: int) -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-@pytest.mark.covers("H1")
 def test_one_seed_starts_all_generators_alike_on_every_rank(on_ranks: OnRanks) -> None:
     first, second = on_ranks(2, draw, 3)
     assert first == second == on_ranks(1, draw, 3)[0]
@@ -49,15 +52,10 @@ def test_tensors_are_mixed_as_keys_are() -> None:
     assert [word % 2**64 for word in splitmix64(signed, one).tolist()] == expected
 
 
-class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Samples with noise from all three generators."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        noise = torch.randn(5) + random.random() + float(np.random.rand())
-        return torch.full((5,), float(index)) / 20 + noise, index % 3
+def noisy(index: int) -> tuple[torch.Tensor, int]:
+    """Noise from all three generators."""
+    noise = torch.randn(5) + random.random() + float(np.random.rand())
+    return torch.full((5,), float(index)) / 20 + noise, index % 3
 
 
 def train_noisily(seed: int) -> dict[str, Any]:
@@ -66,8 +64,8 @@ def train_noisily(seed: int) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(world.device)
         start = [tensor.tolist() for tensor in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = dl.Batches(Noisy(), 8, world, shards=4)
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        batches = dl.Batches(Mapped(20, noisy), 8, world, shards=4)
+        for step in loop_on(batches, model, optimizer, epochs=2):
             for inputs, labels in step:
                 order.append(labels.tolist())
                 noise.append(inputs.tolist())
@@ -78,7 +76,6 @@ def train_noisily(seed: int) -> dict[str, Any]:
     return {"weights": start, "order": order, "noise": noise, "trained": end}
 
 
-@pytest.mark.covers("H1")
 def test_one_seed_fixes_weights_and_order_and_noise_and_dropout(on_ranks: OnRanks) -> None:
     runs = [on_ranks(2, train_noisily, 5) for _ in range(2)]
     assert runs[0] == runs[1]
@@ -99,40 +96,8 @@ def masks_by_shard() -> list[tuple[float, ...]]:
     return masks
 
 
-@pytest.mark.covers("H1")
 def test_each_shard_of_each_step_has_its_own_dropout_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     alone = on_ranks(1, masks_by_shard)[0]
     assert len(set(alone)) == len(alone) == 12
     left, right = on_ranks(2, masks_by_shard)
     assert [mask for k in range(3) for mask in (*left[2 * k : 2 * k + 2], *right[2 * k : 2 * k + 2])] == alone
-
-
-def drawn_after_folds(shards: int) -> list[float]:
-    def loss(model: Any, rows: torch.Tensor) -> Any:
-        return nn.functional.dropout(model(rows)).mean()
-
-    model = nn.Linear(2, 1)
-    return plain_training(model, loss, torch.ones(7, 2), 3, shards=shards, after_fold=lambda *_: torch.rand(()).item())
-
-
-@pytest.mark.covers("H1")
-def test_draws_after_the_fold_are_the_same_on_every_rank_and_differ_from_step_to_step(on_ranks: OnRanks) -> None:
-    # One rank has two shards of a step, or one where the other has none.
-    first, second = on_ranks(2, drawn_after_folds, 3)
-    assert first == second == on_ranks(1, drawn_after_folds, 3)[0]
-    assert len(set(first)) == len(first) == 3
-
-
-JOBS = [(10, 4, None), (1, 4, None), (13, 2, 1), (7, 3, 5)]  # samples, batch size, shards
-
-
-def count_updates() -> list[int]:
-    return [
-        len(plain_training(nn.Linear(2, 1), data=torch.ones(samples, 2), batch_size=size, shards=shards, epochs=3))
-        for samples, size, shards in JOBS
-    ]
-
-
-@pytest.mark.covers("D2")
-def test_every_rank_makes_the_same_number_of_updates_whatever_the_data(on_ranks: OnRanks) -> None:
-    assert on_ranks(3, count_updates) == [[3 * -(-samples // size) for samples, size, _ in JOBS]] * 3

@@ -134,4 +134,4 @@ def loop_of(world: dl.World, folder: str, profile: Any) -> None:
     ],
 )
 def test_a_bad_number_is_refused_on_all_ranks(profile: object, said: str, refused: Refused) -> None:
-    refused(2, loop_of, profile, kind="ValueError", said=said)
+    refused(2, loop_of, profile, kind="ValueError", said=said, by=None)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -239,3 +240,13 @@ def run(name: str) -> Ran:
     with dl.join_world(device="cpu", seed=0) as world:
         on_cpu = weights_of(SCENARIOS[name], world)
     return Ran(dict(counted), device.errors(), sum(allocated) - allocated[own], on_gpu, on_cpu)
+
+
+def require_like_the_cpu(of_ranks: list[Ran], is_same: bool) -> None:
+    """Require that no host waited, nothing was made elsewhere, and the weights are the CPU's, to the bit if so."""
+    for one in of_ranks:
+        assert (one.waits, one.errors, one.elsewhere) == ({}, [], 0)
+        assert one.on_gpu == of_ranks[0].on_gpu
+    on_gpu = of_ranks[0].on_gpu
+    on_cpu = of_ranks[0].on_cpu
+    assert on_gpu == (on_cpu if is_same else pytest.approx(on_cpu, rel=1e-4, abs=1e-6))

@@ -68,7 +68,7 @@ class Refused:
         *arguments: Any,
         kind: str,
         said: str,
-        by: int | None = None,
+        by: int | None = ALL,
         waits: bool = False,
     ) -> list[Caught]:
         """Run it.
@@ -77,7 +77,7 @@ class Refused:
             ranks, scenario, arguments: what runs.
             kind: of the error, or `one|another`.
             said: a pattern that each error has.
-            by: the rank that raises it; ALL for all; None for some.
+            by: the rank that raises it; by default all do; None for some.
             waits: whether a rank may wait for the timeout.
         """
         timeout_s = WAIT_S if waits else TIMEOUT_S

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import ddp_loop as dl
 
@@ -35,6 +36,30 @@ class Drawn(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, float]:
         return index, random.random()
+
+
+class Mapped(Dataset[Any]):
+    """So many samples, each of which a function makes of its number."""
+
+    def __init__(self, size: int, sample: Callable[[int], Any]) -> None:
+        self.size = size
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+class Streamed(IterableDataset[Any]):
+    """A stream of what a function gives anew in each epoch."""
+
+    def __init__(self, samples: Callable[[], Iterable[Any]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples())
 
 
 def squares(index: int) -> int:

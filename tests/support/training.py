@@ -29,6 +29,18 @@ def mean_square(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(model(rows).square().mean())
 
 
+def loop_on(
+    batches: dl.Batches | dl.SequenceBatches,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    epochs: int | None = 1,
+    **options: Any,
+) -> dl.Loop:
+    """A loop over given mini-batches, by default one epoch; without an optimizer the state has none."""
+    state: dict[str, object] = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    return dl.Loop(batches, epochs, state=state, **{"progress": False, **options})
+
+
 def take(step: dl.Step, model: nn.Module, loss: LossOf = loss_of, **keywords: Any) -> dl.StepResult:
     """A pass over a step's shards, and the fold."""
     for rows in step:

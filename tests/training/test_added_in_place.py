@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from tests.support.cases import make_data
+from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
-from tests.support.training import train
+from tests.support.training import loop_on, train
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -112,7 +112,7 @@ def by_loop(job: Job, bucket_cap_mib: float) -> Gradients:
     with dl.join_world() as world:
         model = make_model(job.width)
         batches = dl.Batches(data(), ROWS, world, shards=SHARDS, shuffle=False)
-        loop = dl.Loop(batches, 2, state={"model": model}, progress=False, bucket_cap_mib=bucket_cap_mib)
+        loop = loop_on(batches, model, epochs=2, bucket_cap_mib=bucket_cap_mib)
         for step in loop:
             for shard in step:
                 weight: Any = job.weights and job.weights[int(shard[2][0])]
@@ -136,26 +136,13 @@ def test_the_sum_is_that_of_the_tree_to_the_bit(on_ranks: OnRanks, job: Job, ran
     assert {tuple(bits(found)) for found in on_ranks(ranks, by_loop, job, room)} == {tuple(bits(by_hand(job)))}
 
 
-class Counts(TorchDispatchMode):
-    """Counts the operators that torch runs, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def copies_of(shards: int) -> int:
     """The fused copies and additions of gradients in one step."""
-    model = make_model()
-    with Counts() as counts:
-        train(model, partial(loss_of, "plain"), data(), ROWS, shards=shards)
-    assert counts.found["addmm"] >= 4 * shards  # the mode has seen the forwards
-    copies: int = counts.found["_foreach_copy_"] + counts.found["_foreach_add_"]
-    return copies
+    found = Counter[str]()
+    with Dispatched(lambda function, *_: found.update([function.overloadpacket.__name__])):
+        train(make_model(), partial(loss_of, "plain"), data(), ROWS, shards=shards)
+    assert found["addmm"] >= 4 * shards  # the mode has seen the forwards
+    return found["_foreach_copy_"] + found["_foreach_add_"]
 
 
 @pytest.mark.one_device("cpu", "a GPU adds all gradients of a shard in one kernel")
@@ -168,7 +155,7 @@ def tampering(how: str, at: int) -> None:
         model = make_model()
         batches = dl.Batches(data(), ROWS, world, shards=SHARDS, shuffle=False)
         part = torch.optim.SGD(model["shared"].parameters(), lr=0.1)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for step in loop_on(batches, model):
             for number, shard in enumerate(step):
                 loss = loss_of("reentrant" if (how, at) == ("twice", number) else "plain", model, *shard)
                 if number == at and how == "zero_grad":

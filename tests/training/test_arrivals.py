@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from tests.support.comparing import gradients_of, is_close
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.covers("D3"), pytest.mark.on_gpus_too]
 
@@ -45,7 +46,7 @@ class Chain(nn.Module):
 def loop_of(model: Chain, world: dl.World, shards: int | None = None) -> dl.Loop:
     batches = dl.Batches(DATA, BATCH, world, shards=shards, shuffle=False)
     size = len(model.weights) // BUCKETS * WIDTH * 8 / 2**20
-    return dl.Loop(batches, 1, state={"model": model}, progress=False, bucket_cap_mib=size)
+    return loop_on(batches, model, bucket_cap_mib=size)
 
 
 def begin_early(shards: int | None, reversed_steps: tuple[int, ...]) -> tuple[list[int], list[list[torch.Tensor]]]:
@@ -127,4 +128,4 @@ def come_again(world: dl.World, folder: str) -> None:
 
 
 def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(refused: Refused) -> None:
-    refused(2, come_again, kind="RuntimeError", said=r"weights\.\d+ got a second one.*use_reentrant=False", by=ALL)
+    refused(2, come_again, kind="RuntimeError", said=r"weights\.\d+ got a second one.*use_reentrant=False")

@@ -21,7 +21,7 @@ from tests.support.cases import CLASSES, make_data
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, state_of
 from tests.support.compiling import compiling
 from tests.support.harness import OnRanks
-from tests.support.training import sgd
+from tests.support.training import loop_on, sgd
 
 HAS_COMPILER = shutil.which("g++") is not None
 pytestmark = [
@@ -62,9 +62,8 @@ def train(
         call: Any = torch.compile(model, dynamic=dynamic) if "model" in compiled else model
         loss: Any = torch.compile(cross_entropy, dynamic=dynamic) if "loss" in compiled else cross_entropy
         data = make_data((2, 4), SAMPLES)
-        state = {"model": model, "optimizer": optimizer}
         options: dict[str, Any] = {"run_dir": folder or None, "progress": False, "bucket_cap_mib": 0.0002}
-        loop = dl.Loop(dl.Batches(data, BATCH, world, shards=shards), EPOCHS, state=state, **options)
+        loop = loop_on(dl.Batches(data, BATCH, world, shards=shards), model, optimizer, epochs=EPOCHS, **options)
         losses = []
         with suppress(dl.Stopped):
             for step in loop:

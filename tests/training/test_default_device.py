@@ -13,17 +13,10 @@ import ddp_loop as dl
 from tests.support.comparing import gradients_of, is_same
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
-from tests.support.training import sgd, train_in
+from tests.support.sources import Mapped
+from tests.support.training import loop_on, sgd, train_in
 
 pytestmark = pytest.mark.on_gpus_too
-
-
-class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return ROWS[index]
 
 
 ROWS = samples(24)
@@ -69,8 +62,8 @@ def skipping(world: dl.World, folder: str) -> list[torch.Tensor]:
 def loader_and_gather(world: dl.World) -> list[torch.Tensor]:
     with torch.device("cpu"):
         model = network()
-    batches = dl.Batches(Rows(), 6, world, shards=3)
-    for step in dl.Loop(batches, 1, state={"model": model}, progress=False, check_replicas_every=0):
+    batches = dl.Batches(Mapped(24, ROWS.__getitem__), 6, world, shards=3)
+    for step in loop_on(batches, model, check_replicas_every=0):
         for rows in step:
             step.hold(model(rows))
         step.backward(step.gather().square().mean())

@@ -286,7 +286,7 @@ JOBS_OF_INTEREST = [
     Job("complex", ranks=3, loss="weighted sum"),
     Job("a branch not always taken", shards=4, loss="several"),
     Job("batch norm 1d", ranks=3, is_synced=True, loss="weights", samples=14),
-    Job("unusual uses", ranks=3),
+    Job("unusual uses", ranks=3, samples=19),
     Job("unusual uses", shards=5, loss="several"),
     Job("no batch norm", ranks=3, machines=(1, 2), shards=6, loss="weights"),
     Job("a branch with few rows", ranks=1, batch_size=1, recomputed="not reentrant", scaler="in a hook"),
@@ -630,7 +630,8 @@ def order_of(job: Job) -> list[list[int]]:
     """The samples of each mini-batch."""
     with dl.join_world(seed=0) as world:
         batches = dl.Batches(torch.zeros(job.samples), job.batch_size, world, shuffle=job.shuffle)
-        places = [(epoch, batches.mini_batch(epoch, number)) for epoch in (1, 2) for number in range(len(batches))]
+        steps = -(-job.samples // job.batch_size)
+        places = [(epoch, batches.mini_batch(epoch, number)) for epoch in (1, 2) for number in range(steps)]
         return [batches.indices(epoch, one.start, one.samples).tolist() for epoch, one in places]
 
 

@@ -19,22 +19,12 @@ from ddp_loop.checkpoint import is_running
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, network, samples
 from tests.support.runs import checkpoints_of, status_of
-from tests.support.training import sgd, take
+from tests.support.sources import Mapped
+from tests.support.training import loop_on, sgd, take
 
 pytestmark = pytest.mark.on_gpus_too
 
 HAVE_RINGS = ("rows", "refused")  # a DataLoader's sampler and its Batches; an error and its frames
-
-
-class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self) -> None:
-        self.rows = samples(12)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.rows[index]
 
 
 def size_of(outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -58,17 +48,16 @@ WAYS: dict[str, dict[str, Any]] = {  # options of Loop
 
 
 def train_once(world: dl.World, way: str, folder: str) -> dict[str, weakref.ref[object]]:
-    model, data = network(), Rows() if way == "rows" else samples(12)
+    model, data = network(), Mapped(12, samples(12).__getitem__) if way == "rows" else samples(12)
     model.add_module("norm", torch.nn.BatchNorm1d(1, dtype=torch.float64))
     optimizer = sgd(model, 0.9)
     batches = dl.Batches(data, 6, world, shuffle=False)
-    state = {"model": model, "optimizer": optimizer}
     known: dict[str, object] = {"model": model, "weight": model[0].weight, "optimizer": optimizer, "data": data}
     known["norm"] = model.norm
     options = {"epochs": 2, "progress": False, **WAYS[way]}
     options["run_dir"] = folder if "run_dir" in options else None
     try:
-        loop = dl.Loop(batches, state=state, **options)
+        loop = loop_on(batches, model, optimizer, **options)
     except ValueError:
         assert way == "refused"
         return {name: weakref.ref(one) for name, one in known.items()}

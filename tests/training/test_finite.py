@@ -16,8 +16,8 @@ from torch.nn.functional import mse_loss
 import ddp_loop as dl
 from tests.support.comparing import is_same, values_of
 from tests.support.harness import OnRanks, caught, in_world
-from tests.support.refusals import ALL, Refused, network, samples
-from tests.support.training import sgd, train
+from tests.support.refusals import Refused, network, samples
+from tests.support.training import loop_on, sgd, train
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -39,8 +39,7 @@ def train_on_a_bad_label(world: dl.World, folder: str, bad: float, shards: int |
     model = network().to(world.device)
     optimizer = sgd(model)
     batches = dl.Batches(data(bad), 6, world, shards=shards, seed=5)
-    state = {"model": model, "optimizer": optimizer}
-    for step in dl.Loop(batches, 1, state=state, run_dir=folder, progress=False):
+    for step in loop_on(batches, model, optimizer, run_dir=folder):
         for inputs, labels in step:
             step.backward(square(model, inputs, labels))
         before = values_of(model)
@@ -72,7 +71,7 @@ def test_a_label_that_is_no_number_is_named_on_every_rank(
         f"The loss of step {number} is (nan|inf), from shard {shard} of {len(parts)}, samples "
         rf'{", ".join(map(str, mine))} of the data\. (Not finite by now, .*)?Look for NaN .* on_nonfinite="allow"'
     )
-    refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
+    refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said)
 
 
 def what_is_said_of(values: list[float], dtype: torch.dtype) -> str:

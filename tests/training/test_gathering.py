@@ -19,7 +19,7 @@ from tests.support.comparing import Tensors, distance, is_same, same_on_all, sta
 from tests.support.gathering import encoder, spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, Refused, loop_over, network, samples
-from tests.support.training import sgd
+from tests.support.training import loop_on, sgd
 
 pytestmark = [pytest.mark.covers("D13"), pytest.mark.on_gpus_too]
 
@@ -142,7 +142,7 @@ def train(scene: Scene, build: Build, shards: int) -> Tensors:
     with dl.join_world() as world:
         model, optimizer = model_of(build)
         batches = dl.Batches(samples(48), SIZE, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer):
             step.backward(scene(step, model))
             step.fold()
             optimizer.step()

@@ -14,7 +14,7 @@ import ddp_loop as dl
 from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
 from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import ALL, Refused, does_it
-from tests.support.training import train_in, train_plainly
+from tests.support.training import loop_on, train_in, train_plainly
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -70,7 +70,7 @@ def embed(world: dl.World, folder: str, options: dict[str, Any], culprit: int) -
 
 def count_rows(world: dl.World, folder: str, kind: Any, shards: int | None) -> None:
     batches = dl.Batches(torch.arange(16).view(8, 2) % 8, 4, world, shards=shards)
-    dl.Loop(batches, 1, state={"model": kind(8, 3, scale_grad_by_freq=True)}, run_dir=folder or None, progress=False)
+    loop_on(batches, kind(8, 3, scale_grad_by_freq=True), run_dir=folder or None)
 
 
 @pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
@@ -117,7 +117,7 @@ def test_a_gradient_divided_by_counts_in_the_shard_is_refused(
     ranks: int, shards: int | None, kind: type[nn.Module], refused: Refused
 ) -> None:
     said = "must not have scale_grad_by_freq=True. model has it, .* scale_grad_by_freq=False"
-    refused(ranks, count_rows, kind, shards, by=ALL, kind="ValueError", said=said)
+    refused(ranks, count_rows, kind, shards, kind="ValueError", said=said)
 
 
 @pytest.mark.quick_on_gpus

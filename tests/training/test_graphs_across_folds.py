@@ -16,8 +16,9 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, is_close, is_same, same_on_all, state_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import samples
+from tests.support.training import loop_on
 
-pytestmark = pytest.mark.on_gpus_too
+pytestmark = [pytest.mark.covers("J1"), pytest.mark.on_gpus_too]
 
 SIZE = 9
 
@@ -133,7 +134,6 @@ def train(
 
 
 @pytest.mark.quick_on_gpus
-@pytest.mark.covers("J1")
 @pytest.mark.parametrize("kind", NORMS)
 def test_one_shard_has_the_bits_of_torchs_own_loop(kind: str, on_ranks: OnRanks) -> None:
     (found,) = on_ranks(1, train, kind, None)
@@ -141,7 +141,6 @@ def test_one_shard_has_the_bits_of_torchs_own_loop(kind: str, on_ranks: OnRanks)
 
 
 @pytest.mark.slow
-@pytest.mark.covers("J1")
 @pytest.mark.parametrize("kind", NORMS)
 def test_four_shards_have_the_bits_of_two_forwards_on_1_2_and_3_ranks(kind: str, on_ranks: OnRanks) -> None:
     (wanted,) = on_ranks(1, train, kind, 4, crosses=False)
@@ -149,7 +148,6 @@ def test_four_shards_have_the_bits_of_two_forwards_on_1_2_and_3_ranks(kind: str,
         assert is_same(same_on_all(on_ranks(ranks, train, kind, 4)), wanted)
 
 
-@pytest.mark.covers("J1")
 def test_synced_batch_norm_equals_the_plain_loop_over_whole_mini_batches(on_ranks: OnRanks) -> None:
     count = 2 * SIZE + 2  # the last 2 leave the third rank without samples
     found = same_on_all(on_ranks(3, train, "batch norm", None, is_synced=True, count=count))
@@ -164,7 +162,7 @@ def train_through_evaluation_mode(shards: int | None, is_synced: bool) -> Tensor
             dl.sync_batch_norm(model, world)
         optimizer = optimizer_of(model)
         batches = dl.Batches(samples(3 * SIZE), SIZE, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer):
             kept = []
             for drawn in step:
                 kept.append(model.eval()(drawn[:, 2:]).square().mean())

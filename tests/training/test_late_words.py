@@ -23,11 +23,11 @@ from tests.support.comparing import is_same
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.launched_sums import HELD_S, NOTHING_S, Sign, launched
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.refusals import Refused, loop_over, loss_of, network, samples
 from tests.support.runs import checkpoints_of
 from tests.support.training import sgd
 
-pytestmark = pytest.mark.on_gpus_too
+pytestmark = [pytest.mark.covers("J13"), pytest.mark.on_gpus_too]
 
 STEPS = 6
 HELD = 3  # the step in which something happens on rank 1
@@ -84,7 +84,6 @@ def hold_rank_1_before_one_fold(signs: list[str]) -> list[bool]:
         return [*seen, is_past.came()] if seen else []
 
 
-@pytest.mark.covers("J13")
 @pytest.mark.one_device(GPU, "on the CPU the word rides in the sum of the gradients")
 def test_a_fold_returns_though_another_rank_has_not_come_to_it(signs: list[str], on_ranks: OnRanks) -> None:
     assert on_ranks(2, hold_rank_1_before_one_fold, signs)[1] == [True, True, False, True]
@@ -139,7 +138,7 @@ def go_wrong(world: dl.World, folder: str | None, how: str, place: str, signs: l
                 dl.evaluate(model, dl.Batches(samples(4), 4, world), loss=loss_of)
 
 
-@pytest.mark.covers("J13", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize(("how", "place"), PLACES)
 def test_an_error_after_the_flag_ends_all_ranks_wherever_they_are(
     how: str, place: str, signs: list[str], tmp_path: Path, refused: Refused
@@ -175,9 +174,9 @@ def part(world: dl.World, folder: str, signs: list[str]) -> None:
                 has_folded.give()
 
 
-@pytest.mark.covers("J13", "D10")
+@pytest.mark.covers("D10")
 def test_ranks_at_different_mini_batches_get_an_error(signs: list[str], refused: Refused) -> None:
-    refused(2, part, signs, kind="ValueError", said="epoch and position of a step's mini-batch", by=ALL)
+    refused(2, part, signs, kind="ValueError", said="epoch and position of a step's mini-batch")
 
 
 # -- what the update depends on is waited for ------------------------------------------------------------------
@@ -256,7 +255,6 @@ BY = [
 
 
 @pytest.mark.slow
-@pytest.mark.covers("J13")
 @pytest.mark.one_device(GPU, "compares with the CPU, where every fold waits")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(("news", "on"), BY)
@@ -284,7 +282,6 @@ def change_a_buffer_late(world: dl.World, folder: str) -> None:
         step.fold()
 
 
-@pytest.mark.covers("J13")
 @pytest.mark.one_device(GPU, "on the CPU it is known in the fold")
 def test_a_buffer_that_one_rank_changes_first_after_its_last_backward_is_an_error(refused: Refused) -> None:
     refused(2, change_a_buffer_late, kind="RuntimeError", said="for the first time: .*largest", by=1)
@@ -318,7 +315,7 @@ def stop_at(place: str, folder: str) -> tuple[list[int], str]:
         return made, digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
 
 
-@pytest.mark.covers("J13", "E5")
+@pytest.mark.covers("E5")
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("place", ["in a shard", "after the last backward", "after the fold"])
 def test_a_stop_comes_at_the_same_step_on_all_ranks(place: str, late: bool, tmp_path: Path, on_ranks: OnRanks) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught, open_files
 from tests.support.refusals import ALL, Refused, does_it, loop_over, mean_of, network, samples
+from tests.support.training import loop_on
 
 Make = Callable[[dl.World, str], object]
 COUNT = 26  # samples: the last mini-batch has 2
@@ -46,7 +47,7 @@ def over_state(make_state: Callable[[dl.World], Any]) -> Make:
 
 def over_loader(world: dl.World, folder: str) -> None:
     loader: Any = DataLoader(TensorDataset(samples(COUNT)), batch_size=6)
-    dl.Loop(loader, 1, state={"model": network()}, progress=False)
+    loop_on(loader, network())
 
 
 def with_memory(memory: torch.Tensor, *more: Any, **keywords: Any) -> Make:
@@ -210,7 +211,7 @@ def imported() -> None:
 @pytest.mark.parametrize("how", DIVIDED)
 def test_optimizers_that_are_divided_over_the_ranks_are_refused(how: str, refused: Refused, on_ranks: OnRanks) -> None:
     on_ranks(2, imported)
-    refused(2, make_wrongly, how, ALL, kind="ValueError", said=DIVIDED[how][1], by=ALL)
+    refused(2, make_wrongly, how, ALL, kind="ValueError", said=DIVIDED[how][1])
 
 
 # -- what differs between ranks ------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def make_differently(world: dl.World, folder: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_loops_that_differ_between_ranks_are_refused_on_all(what: str, refused: Refused) -> None:
-    refused(3, make_differently, what, kind="ValueError", said=DIFFERENCES[what][2], by=ALL)
+    refused(3, make_differently, what, kind="ValueError", said=DIFFERENCES[what][2])
 
 
 # -- the run folder ----------------------------------------------------------------------------

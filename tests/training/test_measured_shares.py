@@ -19,13 +19,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset, StackDataset
+from torch.utils.data import StackDataset
 
 import ddp_loop as dl
 from ddp_loop.training.checks import MEASURED_STEPS, WARM_UP, shares_of
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import Refused
+from tests.support.sources import Streamed
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.on_gpus_too, pytest.mark.covers("C5")]
 
@@ -53,18 +55,13 @@ def numbered() -> tuple[torch.Tensor, ...]:
     return (*make_data((6,), SAMPLES), torch.arange(SAMPLES))
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return zip(*numbered(), strict=True)
-
-
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "tensors": (numbered, {}),
     "a data set with workers": (  # which cannot share what lies on a GPU
         lambda: StackDataset(*(one.cpu() for one in numbered())),  # type: ignore[arg-type]
         {"num_workers": 2, "prefetch_factor": 3},
     ),
-    "a stream": (Stream, {}),
+    "a stream": (lambda: Streamed(partial(zip, *numbered())), {}),
 }
 
 
@@ -209,8 +206,8 @@ def test_on_another_number_of_ranks_shares_are_measured_again(tmp_path: Path, on
 def with_synced_layers(world: dl.World, folder: str) -> None:
     model = network()
     dl.sync_batch_norm(model, world)
-    dl.Loop(dl.Batches(make_data((6,), 24), 12, world, shares="measured"), 1, state={"model": model}, progress=False)
+    loop_on(dl.Batches(make_data((6,), 24), 12, world, shares="measured"), model)
 
 
 def test_synced_batch_norm_cannot_be_measured(refused: Refused) -> None:
-    refused(2, with_synced_layers, kind="ValueError", said='Got shares="measured". Pass shares as numbers', by=ALL)
+    refused(2, with_synced_layers, kind="ValueError", said='Got shares="measured". Pass shares as numbers')

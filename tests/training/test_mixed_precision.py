@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.training import sgd
+from tests.support.training import loop_on, sgd
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -44,7 +44,7 @@ def train_half(where: str, shards: int, channels_last: bool) -> tuple[Tensors, T
         optimizer = sgd(model, 0.9)
         batches = dl.Batches(images(), 16, world, shards=shards, shuffle=False)
         values = []
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer, epochs=2):
             with autocast(where == "the pass"):
                 for shard in step:
                     with autocast(where == "the backward too"):

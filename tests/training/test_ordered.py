@@ -19,7 +19,11 @@ from tests.support.resuming import BUILDS, Ended, different, train
 from tests.support.training import sgd
 
 # torch does not see the steps of an optimizer that a scaler makes.
-pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.on_gpus_too]
+pytestmark = [
+    pytest.mark.covers("H7"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.on_gpus_too,
+]
 
 SAMPLES = 98  # of the last mini-batch's two some shards are empty
 
@@ -30,7 +34,7 @@ def of_all(results: list[Ended]) -> Ended:
     return results[0]
 
 
-@pytest.mark.covers("H7", "C5", "B10")
+@pytest.mark.covers("C5", "B10")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "bucket_cap_mib"), [((1, 2, 3, 4), 8.0), ((1, 7), 1e-4)])
 @pytest.mark.parametrize("build", BUILDS)
@@ -53,7 +57,6 @@ def test_a_plain_sum_gives_other_bits(on_ranks: OnRanks) -> None:
     assert different(one, three)
 
 
-@pytest.mark.covers("H7")
 @pytest.mark.one_device("cpu", "GPUs add up over NCCL, whose order is its own")
 def test_in_memory_a_sum_has_the_trees_order_also_with_a_shard_per_rank(on_ranks: OnRanks) -> None:
     """Of three ranks both orders are one."""
@@ -71,7 +74,6 @@ def momentum_of_negative_zeros(samples: int) -> str:
     return digest(optimizer.state[model.weight]["momentum_buffer"])
 
 
-@pytest.mark.covers("H7")
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.slow
 def test_an_empty_shard_leaves_the_sign_of_a_zero_alone(samples: int, on_ranks: OnRanks) -> None:

@@ -73,7 +73,7 @@ def train_criterion(
 def test_a_criterion_that_is_trained_outside_of_state_is_named(
     ranks: int, how: tuple[str, int], refused: Refused
 ) -> None:
-    refused(ranks, train_criterion, *how, kind="RuntimeError", said=SAID)
+    refused(ranks, train_criterion, *how, kind="RuntimeError", said=SAID, by=None)
 
 
 @pytest.mark.parametrize("how", ["in state", "in an optimizer of state", "frozen", "not trained"])
@@ -130,16 +130,12 @@ def warned(world: dl.World, how: str) -> list[str]:
     return [str(one.message) for one in caught if one.filename == __file__]
 
 
-def warned_on_rank(how: str) -> list[str]:
-    return in_world(warned, how)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_model_that_is_replaced_after_the_loop_is_said_to_get_no_gradient(ranks: int, on_ranks: OnRanks) -> None:
-    [[said], *others] = on_ranks(ranks, warned_on_rank, "replaced")
+    [[said], *others] = on_ranks(ranks, in_world, warned, "replaced")
     assert said.startswith("No parameter of state got a gradient in step 1, so optimizer.step() changes none of them.")
     assert others == [[]] * (ranks - 1)
-    assert on_ranks(ranks, warned_on_rank, "as it is") == [[]] * ranks
-    assert on_ranks(ranks, warned_on_rank, "not finite") == [[]] * ranks
-    [[of_weights], *_] = on_ranks(ranks, warned_on_rank, "weightless")
+    assert on_ranks(ranks, in_world, warned, "as it is") == [[]] * ranks
+    assert on_ranks(ranks, in_world, warned, "not finite") == [[]] * ranks
+    [[of_weights], *_] = on_ranks(ranks, in_world, warned, "weightless")
     assert of_weights.startswith("All weights of a mini-batch are 0")

@@ -12,7 +12,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.training import train
+from tests.support.training import loop_on, train
 
 pytestmark = pytest.mark.covers("B10")
 
@@ -63,7 +63,7 @@ def gradients_by_loop(
         shard_of = torch.arange(SHARDS).repeat_interleave(torch.tensor(SIZES))
         batches = dl.Batches((rows_of(kind), shard_of), BATCH, world, shards=SHARDS, shuffle=False)
         options = {"reduce_dtype": reduce_dtype, "bucket_cap_mib": MIB, "progress": False, **options}
-        for step in dl.Loop(batches, 1, state={"model": model}, **options):
+        for step in loop_on(batches, model, **options):
             for rows, shards in step:
                 step.backward(loss_of(model, rows, is_low), weight=WEIGHTS[shards[0]] if weighted else None)
             step.fold()

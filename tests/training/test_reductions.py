@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_loop as dl
 from ddp_loop.training.step import as_metric
 from ddp_loop.training.validation import check_weight
 from tests.support.comparing import gradients_of
 from tests.support.devices import CPU
+from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, BOUND, Refused, loss_of, network, samples
-from tests.support.training import train
+from tests.support.refusals import BOUND, Refused, loss_of, network, samples
+from tests.support.training import loop_on, train
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -52,14 +52,14 @@ def test_rows_have_the_loss_before_a_scaler_scaled_it(way: str, on_ranks: OnRank
 
 def test_a_sum_that_is_not_finite_names_its_shard_also_with_weight_0(refused: Refused) -> None:
     said = r"The loss of step 1 is nan, from shard 1 of 2, samples 3, 4, 5 of the data"
-    refused(2, add_up_badly, by=ALL, kind="FloatingPointError", said=said)
+    refused(2, add_up_badly, kind="FloatingPointError", said=said)
 
 
 def add_up_badly(world: dl.World, folder: str) -> None:
     rows = samples(6)
     rows[4] = math.nan
     model = network()
-    for step in dl.Loop(dl.Batches(rows, 6, world, shuffle=False), 1, state={"model": model}, progress=False):
+    for step in loop_on(dl.Batches(rows, 6, world, shuffle=False), model):
         for shard in step:
             step.backward(model(shard).square().sum(), reduction="sum", weight=1.0 - world.rank)
         step.fold()
@@ -68,29 +68,22 @@ def add_up_badly(world: dl.World, folder: str) -> None:
 # -- values on the host, for a loss on a GPU; device "meta" stands for the GPU, and refuses to be mixed as it does ---
 
 
-class Copies(TorchDispatchMode):
-    """Collects what is copied from the host to the device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        result = function(*arguments, **(keywords or {}))
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
-        if isinstance(result, torch.Tensor) and result.is_meta and any(not one.is_meta for one in tensors):
-            self.seen.append(str(function))
-        return result
-
-
 @pytest.mark.one_device(CPU, "the host is not the device")
 @pytest.mark.parametrize(
     "value", [2.0, 1.5, torch.tensor(2.5), torch.tensor([1, 2, 3]), dl.Sum(torch.tensor(1.5)), dl.Sum(torch.ones(3))]
 )
 def test_a_metric_on_the_host_is_a_number_to_the_device(value: Any) -> None:
-    with Copies() as copies:
+    copied: list[str] = []
+
+    def note(function: Any, arguments: Any, result: Any) -> None:
+        """What is copied from the host to the device."""
+        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        if isinstance(result, torch.Tensor) and result.is_meta and any(not one.is_meta for one in tensors):
+            copied.append(str(function))
+
+    with Dispatched(note):
         assert as_metric("one", value, 3, torch.device("meta")).device.type == "meta"
-    assert copies.seen == []
+    assert copied == []
 
 
 @pytest.mark.one_device(CPU, "the host is not the device")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import ddp_loop as dl
 from tests.support.gathering import spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.sources import Streamed
+from tests.support.training import loop_on
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -142,7 +145,7 @@ def differ_in_shards(world: dl.World, folder: str, what: str) -> None:
     ],
 )
 def test_what_differs_in_a_shard_is_refused(what: str, said: str, refused: Refused) -> None:
-    refused(2, differ_in_shards, what, kind="ValueError", said=said, by=ALL)
+    refused(2, differ_in_shards, what, kind="ValueError", said=said)
 
 
 # -- what may differ -----------------------------------------------------------------------------------------------
@@ -182,28 +185,20 @@ def gather_on_some(world: dl.World, folder: str) -> None:
 
 @pytest.mark.covers("C6", "D10")
 def test_a_rank_without_a_shard_that_does_not_gather_ends_all(refused: Refused) -> None:
-    refused(3, gather_on_some, kind="RuntimeError", said="Call it also where a rank has no shard", by=ALL)
-
-
-class Rows:
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(samples(self.count))
+    refused(3, gather_on_some, kind="RuntimeError", said="Call it also where a rank has no shard")
 
 
 def gather_streams(world: dl.World, folder: str) -> None:
     """Of 5 and of 4 samples."""
     model = network()
-    for step in dl.Loop(dl.Batches(Rows(5 - world.rank), 6, world), 1, state={"model": model}, progress=False):
+    for step in loop_on(dl.Batches(Streamed(partial(samples, 5 - world.rank)), 6, world), model):
         hold(step, model)
 
 
 @pytest.mark.covers("A9", "D10")
 def test_streams_that_differ_are_refused_before_they_are_gathered(refused: Refused) -> None:
     said = "the samples of a mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4"
-    refused(2, gather_streams, kind="ValueError", said=said, by=ALL)
+    refused(2, gather_streams, kind="ValueError", said=said)
 
 
 def gather_no_number(world: dl.World, folder: str) -> None:
@@ -211,9 +206,9 @@ def gather_no_number(world: dl.World, folder: str) -> None:
     rows[9] = float("nan")
     model = network()
     batches = dl.Batches(rows, 12, world, shards=2, shuffle=False)
-    for step in dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False):
+    for step in loop_on(batches, model, run_dir=folder):
         hold(step, model)
 
 
 def test_a_loss_of_all_that_is_not_finite_blames_no_shard(refused: Refused) -> None:
-    refused(2, gather_no_number, kind="FloatingPointError", said="The loss of step 1 is nan. Look for NaN", by=ALL)
+    refused(2, gather_no_number, kind="FloatingPointError", said="The loss of step 1 is nan. Look for NaN")

@@ -142,7 +142,7 @@ def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
     how: str, ranks: int, shards: int | None, count: int, refused: Refused
 ) -> None:
     said = f"must stay the same ones.* {IN_FORWARD[how]}.*Make it before the Loop, by one forward"
-    refused(ranks, grow_in_forward, how, shards, count, kind="RuntimeError", said=said)
+    refused(ranks, grow_in_forward, how, shards, count, kind="RuntimeError", said=said, by=None)
 
 
 @pytest.mark.parametrize("how", ["activation", "table"])
@@ -195,7 +195,14 @@ def count_in_forward(world: dl.World, folder: str | None, how: str) -> int:
 @pytest.mark.parametrize("how", ["in place", "assigned"])
 @pytest.mark.quick_on_gpus
 def test_a_buffer_that_a_forward_makes_and_changes_is_refused(how: str, refused: Refused) -> None:
-    refused(2, count_in_forward, how, kind="RuntimeError", said=r"model\.seen was made later\. Register it with its")
+    refused(
+        2,
+        count_in_forward,
+        how,
+        kind="RuntimeError",
+        said=r"model\.seen was made later\. Register it with its",
+        by=None,
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, loss_of, network, samples
 from tests.support.training import take
 
+pytestmark = pytest.mark.covers("J7")
+
 EPOCHS = 3
 STEPS = 4  # of an epoch
 ENDS = [(number, STEPS * number) for number in range(1, EPOCHS + 1)]  # epochs, and their last steps
@@ -138,7 +140,6 @@ def tables_in(folder: Path) -> list[tuple[Any, ...]]:
 TABLES = [("counts", [[number]], at) for number, at in ENDS]
 
 
-@pytest.mark.covers("J7")
 def test_what_is_logged_is_in_the_run_folder_and_in_a_sink_once(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, train, str(tmp_path))
     check_folder(tmp_path)
@@ -153,7 +154,6 @@ def test_what_is_logged_is_in_the_run_folder_and_in_a_sink_once(on_ranks: OnRank
     assert (calls[0], calls[-1], calls.count("close")) == ("begin", "close", 1)
 
 
-@pytest.mark.covers("J7")
 @pytest.mark.parametrize("stop_at", [3, 8])
 def test_a_run_that_stops_and_resumes_has_each_value_once(stop_at: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, train, str(tmp_path), stop_at)
@@ -163,7 +163,6 @@ def test_a_run_that_stops_and_resumes_has_each_value_once(stop_at: int, on_ranks
         assert tables_in(tmp_path) == TABLES
 
 
-@pytest.mark.covers("J7")
 def test_a_table_of_a_step_that_is_made_again_reaches_the_sinks_again(on_ranks: OnRanks, tmp_path: Path) -> None:
     """A killed run leaves the table of a step after its checkpoint, and sinks cut off what came after that."""
     on_ranks(1, train, str(tmp_path), 3)
@@ -175,7 +174,6 @@ def test_a_table_of_a_step_that_is_made_again_reaches_the_sinks_again(on_ranks: 
     assert tables_in(tmp_path) == TABLES[:1]
 
 
-@pytest.mark.covers("J7")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [1, 6])
 def test_a_run_that_is_killed_and_resumes_has_each_value_once(kill_at: int, pool: Pool, tmp_path: Path) -> None:
@@ -229,7 +227,6 @@ def make_passes(folder: str) -> tuple[list[float], list[Line]]:
 
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
-@pytest.mark.covers("J7")
 def test_every_pass_of_a_step_reaches_its_row_as_it_was(on_ranks: OnRanks, tmp_path: Path) -> None:
     losses, rows = on_ranks(2, make_passes, str(tmp_path))[0]
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -273,7 +270,6 @@ BAD: list[tuple[str, list[Any], str]] = [  # a method, what it gets, what it say
 ]  # fmt: skip
 
 
-@pytest.mark.covers("J7")
 def test_what_cannot_be_logged_is_refused_and_a_text_may_have_the_name_of_a_column(tmp_path: Path) -> None:
     with loop_alone(tmp_path) as loop:
         for method, arguments, said in BAD:

@@ -22,8 +22,9 @@ from tests.support.comparing import Tensors, distance, gradients_of, is_same, sa
 from tests.support.harness import OnRanks
 from tests.support.memory import living_tensors, only_new_objects
 from tests.support.sequences import CLASSES, LENGTHS, RATE, WIDTH, Recurrent, by_hand, make_sequences
+from tests.support.training import loop_on
 
-pytestmark = pytest.mark.on_gpus_too
+pytestmark = [pytest.mark.covers("D9"), pytest.mark.on_gpus_too]
 
 BOUND = 1e-10
 LANES = 5
@@ -40,8 +41,7 @@ def loop_over(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     data = make_sequences() if sequences is None else sequences
     batches = dl.SequenceBatches(data, LANES, CHUNK, world, shards=shards, shuffle=False)
-    state: dict[str, object] = {"model": model, "optimizer": optimizer}
-    return model, optimizer, dl.Loop(batches, epochs, state=state, progress=False, **options)
+    return model, optimizer, loop_on(batches, model, optimizer, epochs=epochs, **options)
 
 
 def forward_of(model: nn.Module) -> Any:
@@ -83,7 +83,6 @@ def train(kind: str) -> tuple[list[Tensors], Outputs]:
     return outcomes, {number: torch.cat(parts) for number, parts in logits.items()}
 
 
-@pytest.mark.covers("D9")
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "GRU"), (3, "LSTM"), (3, "GRU")])
 def test_ranks_give_the_gradients_and_outputs_of_one_process_that_feeds_each_sequence_alone(
     ranks: int, kind: str, on_ranks: OnRanks
@@ -128,8 +127,7 @@ def bits(
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         sequences = make_sequences(LENGTHS, torch.float32)
         batches = dl.SequenceBatches(sequences, 6, 3, world, shards=4, batch_dim=0 if kind == "dict" else 1)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder, progress=False, **keywords)
+        loop = loop_on(batches, model, optimizer, epochs=EPOCHS, run_dir=folder, **keywords)
         for step in loop:
             if step.iteration == stop_at:
                 loop.stop()
@@ -140,7 +138,6 @@ def bits(
     return made, values_of(model)
 
 
-@pytest.mark.covers("D9")
 @pytest.mark.parametrize(
     ("kind", "first", "then", "stop_at"), [("LSTM", 2, 1, 4), ("GRU", 1, 3, 14), ("dict", 3, 2, 8)]
 )
@@ -187,7 +184,7 @@ def tensors_by_shard() -> tuple[int, list[int]]:
         model = Recurrent("GRU")
         sequences = make_sequences([draw.randrange(1, 40) for _ in range(150)])
         batches = dl.SequenceBatches(sequences, 12, 9, world, shards=7)
-        for epoch in dl.Loop(batches, 3, state={"model": model}, progress=False).epochs():
+        for epoch in loop_on(batches, model, epochs=3).epochs():
             for step in epoch:
                 assert sum(1 for _ in feed(step, model)) <= 7
             sizes |= {batches.mini_batch(epoch.number, position).sizes for position in range(len(batches))}
@@ -222,7 +219,7 @@ def before_each_step(bad_step: int) -> tuple[int, list[Outputs]]:
         return loop.skipped, seen
 
 
-@pytest.mark.covers("D9", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize("bad_step", [1, 3])
 def test_a_chunk_that_is_not_finite_costs_one_step_and_is_not_carried_on(bad_step: int, on_ranks: OnRanks) -> None:
     expected = on_ranks(2, before_each_step, 0)
@@ -270,7 +267,6 @@ def test_an_evaluation_within_an_epoch_of_the_same_sequences_leaves_their_hidden
     assert is_same(on_ranks(2, train_and_evaluate, True)[0], on_ranks(2, train_and_evaluate, False)[0])
 
 
-@pytest.mark.covers("D9")
 @pytest.mark.parametrize(("ranks", "shards", "chunk_length"), [(1, None, 20), (3, None, 3), (2, 3, 1)])
 def test_evaluation_and_prediction_count_each_time_step_once_and_chunks_do_not_show(
     ranks: int, shards: int | None, chunk_length: int, on_ranks: OnRanks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 import ddp_loop as dl
 from ddp_loop.determinism import digest
 from tests.support.harness import OnRanks
-from tests.support.training import sgd
+from tests.support.sources import Mapped
+from tests.support.training import loop_on, sgd
 
 pytestmark = pytest.mark.covers("H1", "A9")
 
@@ -33,17 +35,9 @@ MAPPED = ("__getitem__", "collate_fn", "transform")
 PLACES = (*MAPPED, "the loop's body", "a stream", "a stream's set_epoch")
 
 
-class Drawing(Dataset[Any]):
-    """Sample i is i, and a draw if it has a generator."""
-
-    def __init__(self, draws: bool) -> None:
-        self.draws = draws
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[float, float]:
-        return index / SIZE, draw() if self.draws else 0.0
+def mapped(draws: bool, index: int) -> tuple[float, float]:
+    """The number, and a draw if it has a generator."""
+    return index / SIZE, draw() if draws else 0.0
 
 
 class Stream:
@@ -75,7 +69,8 @@ def batches_that_draw(world: dl.World, place: str, workers: int, shuffle: bool =
         options["collate_fn"] = collate
     if place == "transform":
         options["transform"] = transform
-    return dl.Batches(Drawing(place == "__getitem__"), BATCH, world, shards=SHARDS, shuffle=shuffle, **options)
+    data = Mapped(SIZE, partial(mapped, place == "__getitem__"))
+    return dl.Batches(data, BATCH, world, shards=SHARDS, shuffle=shuffle, **options)
 
 
 def train(place: str, workers: int = 0, run: str | None = None, stop_at: int = 0) -> tuple[str, float]:
@@ -84,8 +79,7 @@ def train(place: str, workers: int = 0, run: str | None = None, stop_at: int = 0
         model = nn.Linear(2, 1).double().to(world.device)
         optimizer = sgd(model)
         batches = batches_that_draw(world, place, workers)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, EPOCHS, state=state, run_dir=run, progress=False)
+        loop = loop_on(batches, model, optimizer, epochs=EPOCHS, run_dir=run)
         with suppress(dl.Stopped):
             for step in loop:
                 for inputs, draws in step:
@@ -143,18 +137,19 @@ def drawn_after_gather(shards: int | None) -> list[float]:
         optimizer = sgd(model)
         batches = dl.Batches(torch.ones(10, 2, dtype=torch.float64), 5, world, shards=shards)
         found = []
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+        for step in loop_on(batches, model, optimizer, epochs=2):
             for inputs in step:
                 step.hold(model(inputs + draw()))
             step.backward(step.gather().square().mean())
             found.append(draw())
             step.fold()
+            found.append(draw())
             optimizer.step()
         return found
 
 
-def test_draws_after_a_gather_are_equal_on_all_ranks_and_for_any_shards(on_ranks: OnRanks) -> None:
+def test_draws_after_a_gather_and_a_fold_are_equal_on_all_ranks_and_for_any_shards(on_ranks: OnRanks) -> None:
     expected = on_ranks(1, drawn_after_gather, None)
-    assert len(set(expected[0])) == 4
+    assert len(set(expected[0])) == 8
     assert on_ranks(2, drawn_after_gather, None) == expected * 2
     assert on_ranks(3, drawn_after_gather, 2) == expected * 3

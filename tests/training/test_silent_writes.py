@@ -14,6 +14,8 @@ from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, loss_of, network
 from tests.support.training import sgd
 
+pytestmark = pytest.mark.covers("D6")
+
 
 def codebook(*, is_late: bool = True) -> tuple[torch.Tensor, Buffers]:
     """A level beside a constant; as on a GPU, where the host would wait for a buffer's bits, if late."""
@@ -33,7 +35,6 @@ def test_a_constant_buffer_of_nan_does_not_travel(is_late: bool) -> None:
     assert buffers.take() == {}
 
 
-@pytest.mark.covers("D6")
 def test_where_the_host_would_wait_the_first_pass_finds_what_every_later_one_takes() -> None:
     level, buffers = codebook()
     for number in range(5):
@@ -46,7 +47,6 @@ def test_where_the_host_would_wait_the_first_pass_finds_what_every_later_one_tak
         assert level.tolist() == [number] * 2
 
 
-@pytest.mark.covers("D6")
 def test_where_the_host_would_wait_a_write_that_is_found_later_is_an_error() -> None:
     level, buffers = codebook()
     for number in range(3):

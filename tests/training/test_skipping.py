@@ -19,7 +19,8 @@ from ddp_loop.training.checks import IN_A_ROW
 from tests.support.cases import SPOILING
 from tests.support.comparing import Tensors, buffers_of, is_same, same_on_all, state_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, samples
+from tests.support.refusals import Refused, loop_over, samples
+from tests.support.training import loop_on
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -182,9 +183,9 @@ def test_a_gradient_that_is_no_number_is_named_on_every_rank(shards: int | None,
     if late:
         since = r"\(model\.1\.weight is the first parameter that is not finite since\)"
         said = rf"A gradient in step 2 is not finite {since}, though the loss is, [0-9.]+\. "
-    refused(2, raise_of, "gradient", shards, kind="FloatingPointError", said=said, by=ALL)
+    refused(2, raise_of, "gradient", shards, kind="FloatingPointError", said=said)
     said = "The loss of step 2 is nan, from shard"
-    refused(2, raise_of, "loss", shards, kind="FloatingPointError", said=said, by=ALL)
+    refused(2, raise_of, "loss", shards, kind="FloatingPointError", said=said)
 
 
 def test_a_loop_that_allows_it_takes_the_step() -> None:
@@ -232,7 +233,7 @@ def leave_a_shard() -> bool:
         model = model_of(world)
         before = state_of(model)
         batches = dl.Batches(samples(SIZE), SIZE, world)
-        steps = iter(dl.Loop(batches, 1, state={"model": model}, buffer_reduction=RULES, progress=False))
+        steps = iter(loop_on(batches, model, buffer_reduction=RULES))
         for rows in next(steps):
             model(rows)
             break
@@ -284,7 +285,7 @@ def never_finite(world: dl.World, folder: str) -> None:
 
 def test_a_run_of_which_every_step_is_skipped_ends(refused: Refused) -> None:
     said = "not 100 in a row. Step 150 is the last of as many. The loss of step 150 is nan"
-    refused(2, never_finite, kind="FloatingPointError", said=said, by=ALL)
+    refused(2, never_finite, kind="FloatingPointError", said=said)
 
 
 @pytest.mark.parametrize(

@@ -272,13 +272,13 @@ WRONGS = {
 }
 CALLS: list[tuple[Give, str]] = [
     (
-        lambda step, model, rows: step.backward(model(rows).squeeze(1)),
+        giving(lambda model, rows: model(rows).squeeze(1)),
         r"A loss must be a tensor of shape \(\).* Got shape \(6,\). Take its mean",
     ),
     (lambda step, model, rows: step.backward(3.0), r"Got float\. Pass the tensor itself, without \.item\(\)"),  # type: ignore[arg-type]
-    (lambda step, model, rows: step.backward(loss_of(model, rows).detach()), "must need a gradient"),
-    (lambda step, model, rows: step.backward(sum_of(model, rows)), SUM),
-    (lambda step, model, rows: step.backward(sum_of(model, rows) - 0.5 * penalty_of(model)), SUM),
+    (giving(lambda model, rows: loss_of(model, rows).detach()), "must need a gradient"),
+    (giving(sum_of), SUM),
+    (giving(lambda model, rows: sum_of(model, rows) - 0.5 * penalty_of(model)), SUM),
     (giving(entropy(weight=TWO)), CLASS_WEIGHTS),
     (giving(entropy(weight=TWO, label_smoothing=0.1)), CLASS_WEIGHTS),
     (giving(lambda model, rows: entropy(weight=TWO)(model, rows) + penalty_of(model)), CLASS_WEIGHTS + BESIDE),
@@ -301,7 +301,7 @@ CALLS: list[tuple[Give, str]] = [
     ),
     # As many for each sample of this shard tells nothing of the other shards.
     (
-        giving(lambda model, rows: last_of_each_ignored(model, rows)),
+        giving(last_of_each_ignored),
         r"mean over 12 of a shard's 18 labels.* or weight=6",
     ),
     (
@@ -373,12 +373,11 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
 @pytest.mark.parametrize(
     "give",
     [
-        lambda step, model, rows: step.backward(loss_of(model, rows) + penalty_of(model)),
         giving(lambda model, rows: loss_of(model, rows) + nn.functional.mse_loss(next(model.parameters()), FIXED)),
-        lambda step, model, rows: step.backward(sum_of(model, rows) / len(rows)),
-        lambda step, model, rows: step.backward(sum_of(model, rows), reduction="sum"),
-        lambda step, model, rows: step.backward(mean_matching(model, rows)),
-        both(calling({"more_losses": True}), lambda step, model, rows: step.backward(penalty_of(model))),
+        giving(lambda model, rows: sum_of(model, rows) / len(rows)),
+        giving(sum_of, reduction="sum"),
+        giving(mean_matching),
+        both(calling({"more_losses": True}), giving(lambda model, rows: penalty_of(model))),
         calling({"none": 0, "size": 1000, "flag": True, "one": 1}),
         giving(entropy()),
         giving(entropy(label_smoothing=0.1)),
@@ -389,7 +388,7 @@ def test_what_backward_cannot_take_is_refused(give: Give, said: str, tmp_path: P
         giving(lambda model, rows: (entropy()(model, rows[:5]) * 5 + entropy()(model, rows[5:])) / 6),
         giving(lambda model, rows: entropy()(model, rows) + entropy()(model, rows[:5])),
         giving(lambda model, rows: torch.stack([entropy(1)(model, row.repeat(3, 1)) for row in rows[:, None]]).mean()),
-        giving(lambda model, rows: packed(model, rows)),
+        giving(packed),
         giving(lambda model, rows: torch.add(loss_of(model, rows), sum_of(model, rows), alpha=1 / len(rows))),
         giving(lambda model, rows: Named.apply(loss_of(model, rows))),  # type: ignore[no-untyped-call]
         both(calling({"more_losses": True}), giving(lambda model, rows: nn.functional.mse_loss(model(rows[:5]), ONES))),
@@ -506,7 +505,7 @@ def evaluate_inside(world: dl.World, folder: str, where: str) -> None:
 def test_evaluation_inside_of_an_unfolded_step_is_refused_where_ranks_could_be_at_different_places(
     where: str, refused: Refused
 ) -> None:
-    refused(3, evaluate_inside, where, kind="RuntimeError", said="fold")
+    refused(3, evaluate_inside, where, kind="RuntimeError", said="fold", by=None)
 
 
 def fail(*_: object) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught
 from tests.support.refusals import loop_over, network
+from tests.support.training import loop_on
 
 LABELS = ["no", "yes"]
 
@@ -26,7 +27,7 @@ def write(folder: Path | None, values: Any, at: int = 1, only_rank: int | None =
     with dl.join_world() as world:
         model = nn.Linear(3, 1)
         batches = dl.Batches(torch.ones(8, 3), 4, world)
-        loop = dl.Loop(batches, steps=2, state={"model": model}, run_dir=folder, progress=False)
+        loop = loop_on(batches, model, epochs=None, steps=2, run_dir=folder)
         for step in loop:
             for rows in step:
                 step.backward(model(rows).mean())
@@ -52,18 +53,17 @@ def test_rank_0_writes_a_table(at: int, only_rank: int | None, on_ranks: OnRanks
     assert [one.name for one in (tmp_path / "tables").iterdir()] == ["counts.json"]
 
 
-def test_values_are_nested_sequences_an_array_or_a_tensor(tmp_path: Path) -> None:
+def test_values_are_nested_sequences_an_array_or_a_tensor(tmp_path: Path, world: dl.World) -> None:
     given: list[tuple[Any, object]] = [
         (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         (torch.tensor([[0.5, torch.nan], [torch.inf, 1]], dtype=torch.bfloat16), [[0.5, None], [None, 1.0]]),
         (np.ones((2, 1), dtype=np.float32), [[1.0], [1.0]]),
         (((True, np.int64(2)), [0.5, torch.tensor(3)]), [[1, 2], [0.5, 3]]),
     ]
-    with dl.join_world() as world:
-        loop = loop_over(world, str(tmp_path), network())
-        for values, kept in given:
-            loop.log_table("counts", values)
-            assert table_of(tmp_path)["values"] == kept
+    loop = loop_over(world, str(tmp_path), network())
+    for values, kept in given:
+        loop.log_table("counts", values)
+        assert table_of(tmp_path)["values"] == kept
 
 
 NAMES: list[Any] = ["", "../up", "a.json", "a b", "\N{LATIN SMALL LETTER E WITH ACUTE}", "-a", "a" * 65, 3, None]
@@ -107,10 +107,8 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 def test_a_run_that_starts_over_moves_its_tables_away(tmp_path: Path) -> None:
     write(tmp_path, [[1], [2]])
     with dl.join_world() as world:
-        dl.Loop(
-            dl.Batches(torch.ones(8, 3), 4, world), steps=2, state={"model": nn.Linear(3, 1)}, run_dir=tmp_path,
-            resume=False, progress=False,
-        ).close()  # fmt: skip
+        loop = loop_on(dl.Batches(torch.ones(8, 3), 4, world), nn.Linear(3, 1), run_dir=tmp_path, resume=False)
+        loop.close()
     assert not (tmp_path / "tables").exists()
     assert table_of(tmp_path / "before/1")["values"] == [[1], [2]]
 

@@ -237,7 +237,7 @@ def test_a_group_added_in_mid_run_is_trained_as_in_the_plain_loop_from_rank_0s_v
 @pytest.mark.slow
 def test_a_group_added_on_one_rank_alone_is_refused(refused: Refused) -> None:
     said = "rank 1 is at a gather of modules and parameters that are new in state"
-    refused(2, add_a_group, LAST, 1, kind="Parted", said=said)
+    refused(2, add_a_group, LAST, 1, kind="Parted", said=said, by=None)
 
 
 # -- two loops ---------------------------------------------------------------------------------------------
