@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ _REFUSAL_S = 10.0  # how long a rank without a device waits for the others
 _MOST_S = 2e6  # TCP counts milliseconds in a C int
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun; a batch script has none
 _sharing = ContextVar("sharing", default=False)
+
+# torch's 170,000 objects live to the end, and each collection would look at them. An interactive process may have
+# others by now, which are to be freed.
+if not hasattr(sys, "ps1"):
+    gc.freeze()
 
 
 def join_world(

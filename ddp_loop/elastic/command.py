@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import importlib.util
 import json
 import os
@@ -63,6 +64,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
 
     from ddp_loop.elastic.agent import run_agent
 
+    gc.freeze()  # torch's objects live to the end
     with tempfile.TemporaryDirectory(prefix="ddp_loop_", ignore_cleanup_errors=True) as scratch:
         if not options.log_dir:
             options.log_dir = scratch  # of the ranks' errors; torchrun leaves its own behind

@@ -122,3 +122,19 @@ def join_a_group_of_the_users_own() -> float:
 
 def test_a_group_of_the_users_own_is_used_and_stays(on_ranks: OnRanks) -> None:
     assert on_ranks(2, join_a_group_of_the_users_own) == [2.0, 3.0]
+
+
+COUNTS_FROZEN = """
+import gc, importlib, sys
+sys.ps1 = ">>> "
+import ddp_loop.distributed
+print(gc.get_freeze_count())
+del sys.ps1
+importlib.reload(ddp_loop.distributed.join)
+print(gc.get_freeze_count() > 100_000)
+"""
+
+
+def test_collections_leave_torch_s_objects_out_but_in_an_interactive_process() -> None:
+    ended = run("-c", COUNTS_FROZEN)
+    assert (ended.stdout, ended.stderr) == ("0\nTrue\n", "")
