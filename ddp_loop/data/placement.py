@@ -137,14 +137,16 @@ def gpu_in(places: Places) -> torch.device | None:
 
 
 def to_devices(data: Any, places: Places) -> Any:
-    """`data` with every tensor on its device; the host does not wait for a copy from pinned memory."""
+    """`data` with every tensor on its device, for use at once; the host does not wait for a copy from pinned memory."""
     return at_places(_all_on, data, places)
 
 
 def _all_on(data: Any, device: torch.device) -> Any:
+    arrives_late = not accelerator_of(device).is_host  # a copy to the host would be read before it is complete
+
     def moved(one: Any) -> Any:
         try:
-            return one.to(device, non_blocking=True)
+            return one.to(device, non_blocking=arrives_late)
         except TypeError:  # a user's class may take the device alone
             return one.to(device)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, sent
 from ddp_loop.determinism.seeding import splitmix64
 
 _WORDS = 2**14 - 1  # K, the same on every device; on the CPU K words and their weights stay in the cache
@@ -69,12 +69,14 @@ def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensors: T dense tensors of any dtype.
 
     Returns:
-        (T,) int64, on the device of the first tensor; (0,) on the CPU without one.
+        (T,) int64, on the device of the first tensor; (0,) on the CPU without one. If that is a GPU, the host waits for
+        no sum of its own tensors, such as an optimizer's counts of steps.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    found: dict[int, torch.Tensor] = {}
+    checksums: dict[int, torch.Tensor] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
+        found: dict[int, torch.Tensor] = {}
         here = {number: tensor for number, tensor in enumerate(tensors) if tensor.device == device}
         pieces = 1 if accelerator_of(device).is_host else _PIECES_AT_ONCE
         weights = _odd(min(_WORDS, max(map(_length, here.values()))), 0, device)
@@ -86,7 +88,10 @@ def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             flat = words(here[number])
             sums = _of_pieces(flat, weights) if pieces == 1 else _of_rows(flat, weights, pieces)
             found[number] = (sums * _odd(len(sums), 1, device)).sum()
-    return torch.stack([found[number].to(tensors[0].device) for number in range(len(tensors))])
+        together = torch.stack(list(found.values()))
+        together = sent(together, tensors[0].device) if pieces == 1 else together.to(tensors[0].device)
+        checksums.update(zip(found, together.unbind(), strict=True))
+    return torch.stack([checksums[number] for number in range(len(tensors))])
 
 
 def _of_pieces(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

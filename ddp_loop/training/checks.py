@@ -53,7 +53,7 @@ from torch.optim import SGD, Optimizer
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.data import Batches, MiniBatch
 from ddp_loop.determinism import checksum_all
-from ddp_loop.distributed import ReplicaCheck, World, find_modules, listed, named_tensors, under_all_names
+from ddp_loop.distributed import IDENTITY, ReplicaCheck, World, find_modules, listed, named_tensors, under_all_names
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.rows import StepResult
@@ -200,6 +200,9 @@ class NonFiniteGuard(Check):
         if is_asynchronous(loss):
             looked_at = [loss] if self.is_scaled else [loss, *(extreme.to(loss) for extreme in gradients.extremes())]
             bad = ~torch.stack(looked_at).isfinite().all()
+        if self.is_scaled:
+            for optimizer in self._optimizers:  # the scaler may skip for a gradient alone
+                _prepare_found_inf(optimizer)
         if self.skips and self.is_scaled:
             gradients.fill_with_nan(bad)
         elif self.skips:
@@ -211,7 +214,7 @@ class NonFiniteGuard(Check):
         """Let the optimizers skip a bad step; returns whether it is one, which the host then knows or need not."""
         if isinstance(bad, torch.Tensor):
             optimizers = self._optimizers
-            if optimizers and all(map(_knows_found_inf, optimizers)) and gradients.are_of(optimizers):
+            if optimizers and all(map(_prepare_found_inf, optimizers)) and gradients.are_of(optimizers):
                 found = bad.float()
                 for optimizer in optimizers:
                     optimizer.found_inf = found  # type: ignore[attr-defined]  # of torch's protocol with GradScaler
@@ -340,16 +343,21 @@ def _reads_found_inf(optimizer: Optimizer) -> bool:
     )
 
 
-def _knows_found_inf(optimizer: Optimizer) -> bool:
-    """Whether its next step reads it. A skipped first step would leave torch's fused SGD an unwritten momentum."""
-    return _reads_found_inf(optimizer) and (
-        not isinstance(optimizer, SGD)
-        or all(
-            not group["momentum"] or parameter.grad is None or "momentum_buffer" in optimizer.state.get(parameter, {})
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-    )
+def _prepare_found_inf(optimizer: Optimizer) -> bool:
+    """Prepare an optimizer for `found_inf`; returns whether its next step reads it.
+
+    A skipped first step would leave torch's fused SGD an unwritten momentum. So that begins with -0.0, to which the
+    first gradient is added without a change; torch dampens only later ones.
+    """
+    if not _reads_found_inf(optimizer):
+        return False
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
+                if group["dampening"]:
+                    return False
+                optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.grad, IDENTITY)
+    return True
 
 
 def kept_numbers(state: Mapping[str, object]) -> Tensors:

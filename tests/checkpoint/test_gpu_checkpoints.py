@@ -65,3 +65,19 @@ def test_the_checksums_of_a_state_are_few_launches(on_fake_gpus: OnRanks) -> Non
     of_large, of_small = on_fake_gpus(1, launches_of_sums)[0]
     assert of_large <= 50
     assert of_small <= 150
+
+
+def waits_of_sums() -> tuple[list[tuple[str, str]], bool]:
+    """Where the host waits in the sums of a GPU's weights and the host's counts, and whether these are those of all."""
+    from tests.fake_cuda import cuda
+
+    on_host = [torch.tensor(float(count)) for count in range(1, 20)]
+    tensors = [one for count in on_host for one in (torch.ones(8, device="cuda"), count)]
+    with cuda.Waits() as waits:
+        found = checksum_all(tensors)
+    return waits.found, found.tolist() == checksum_all([tensor.cpu() for tensor in tensors]).tolist()
+
+
+@pytest.mark.covers("J18")
+def test_no_checksum_of_the_hosts_tensors_makes_it_wait_for_a_gpu(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, waits_of_sums) == [([], True)]

@@ -235,15 +235,16 @@ def held(device: torch.device) -> Mapped:
 ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
 
 
-def read_a_data_set_of_a_gpu() -> tuple[list[str], list[list[float]]]:
+def read_a_data_set_of_a_gpu(place: str | None) -> tuple[list[str], list[list[float]]]:
     with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(held(world.device), 4, world, shuffle=False)
+        batches = dl.Batches(held(world.device), 4, world, shuffle=False, devices=place)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         return [str(rows.device) for rows in shards], [rows.flatten().tolist() for rows in shards]
 
 
-def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks) -> None:
-    assert on_fake_gpus(1, read_a_data_set_of_a_gpu) == [(["cuda:0"] * 2, ROWS)]
+@pytest.mark.parametrize(("place", "found"), [(None, "cuda:0"), ("cpu", "cpu")])
+def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks, place: str | None, found: str) -> None:
+    assert on_fake_gpus(1, read_a_data_set_of_a_gpu, place) == [([found] * 2, ROWS)]
 
 
 def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[float]], bool]:

@@ -18,6 +18,7 @@ from ddp_loop.training import Buffers, find_buffers
 from ddp_loop.training.checks import IN_A_ROW
 from tests.support.cases import SPOILING
 from tests.support.comparing import Tensors, buffers_of, is_same, same_on_all, state_of
+from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, loop_over, samples
 from tests.support.training import loop_on
@@ -60,6 +61,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": ADAM,
     "fused sgd": partial(MOMENTUM, fused=True),
     "fused adam": partial(ADAM, fused=True),
+    "dampened fused sgd": partial(MOMENTUM, fused=True, dampening=0.5),
 }
 
 
@@ -124,19 +126,20 @@ JOBS: list[tuple[int, dict[str, Any]]] = [
     (2, {"optimizer": "fused adam", "bad": 0}),
     # Torch's fused SGD makes its momentum in the first step: skipped there, it would hold what memory held.
     (2, {"optimizer": "fused sgd", "bad": 0}),
+    (2, {"optimizer": "dampened fused sgd", "bad": 0}),
 ]
 
 
 def assert_skipped(results: list[Ran], wanted: list[Ran], how: str, job: dict[str, Any], late: bool) -> None:
     """On an asynchronous device the gradients of the bad step stay where the host need not wait for it."""
     bad = job.get("bad", BAD) // SIZE
-    waits = job.get("kind") == "of its own" or (job["optimizer"], bad) == ("fused sgd", 0)
+    waits = job.get("kind") == "of its own" or job["optimizer"].startswith("dampened")
     for found, other in zip(results, wanted, strict=True):
         assert is_same(found.states[bad], found.states[bad + 1])
         assert not is_same(found.states[bad + 1], found.states[bad + 2])
         assert all(map(is_same, found.states, other.states))
         assert found.skipped == 1
-        assert found.given[bad] == (late and job["optimizer"].startswith("fused") and not waits)
+        assert found.given[bad] == (late and "fused" in job["optimizer"] and not waits)
         assert math.isnan(found.losses[bad]) == (how == "loss")  # as it came
     same_on_all([found.states[-1] for found in results])
 
@@ -157,6 +160,32 @@ def test_on_a_gpu_a_skipped_step_changes_no_bit(optimizer: str) -> None:
     job: dict[str, Any] = {"optimizer": optimizer}
     for how in ("loss", "gradient"):
         assert_skipped([run(how, **job)], [run("left out", "allow", **job)], how, job, late=True)
+
+
+def train_scaled(optimizer: str, rule: str) -> Tensors:
+    """The model after steps of which a GradScaler skips the first one, for a gradient that is no number."""
+    with dl.join_world() as world:
+        model = model_of(world)
+        update = OPTIMIZERS[optimizer](model.parameters())
+        scaler = torch.amp.GradScaler(world.device.type, init_scale=4.0)
+        batches = dl.Batches(samples(SIZE * STEPS), SIZE, world, shuffle=False)
+        state = {"model": model, "optimizer": update, "scaler": scaler}
+        options: dict[str, Any] = {"on_nonfinite": rule, "buffer_reduction": RULES, "progress": False}
+        for step in dl.Loop(batches, 1, state=state, **options):
+            for rows in step:
+                step.backward(scaler.scale(loss_of(model(rows), "gradient", spoils=step.iteration == 1)))
+            step.fold()
+            scaler.step(update)
+            scaler.update()
+        return state_of(model)
+
+
+@pytest.mark.one_device(GPU, "on the CPU the loop does not look at a scaler's gradients")
+@pytest.mark.parametrize("rule", ["raise", "skip"])
+def test_fused_sgd_has_its_momentum_after_a_first_step_that_a_scaler_skips(rule: str, on_ranks: OnRanks) -> None:
+    unfused = on_ranks(2, train_scaled, "sgd", rule)
+    for found, wanted in zip(on_ranks(2, train_scaled, "fused sgd", rule), unfused, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def raise_of(world: dl.World, folder: str, how: str, shards: int | None) -> None:
