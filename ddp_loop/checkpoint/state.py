@@ -187,7 +187,7 @@ class JobState:
             if not can and not isinstance(value, MutableMapping):
                 raise TypeError(
                     f"state[{name!r}] is of type {type(value).__name__}, which a checkpoint cannot keep. Give it "
-                    "state_dict and load_state_dict, put it into a dict, or remove run_dir=."
+                    "state_dict and load_state_dict, put its values into a dict, or remove run_dir=."
                 )
 
     def settings(self) -> dict[str, object]:
@@ -209,7 +209,7 @@ class JobState:
         Raises:
             TypeError, ValueError: a value cannot be serialized.
         """
-        job = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self._state.items()}
+        job = {name: _state_of(name, one) for name, one in self._state.items()}
         parts = {name: one.state_dict() for name, one in self._parts.items()}
         same = {
             name: [path for path, one in objects_in(self._state[name]) if path in began and began[path]() is one]
@@ -287,6 +287,19 @@ def read_on_rank_zero(
     (tensors,) = own or [empty]
     world.broadcast_all(list(tensors.values()))
     return facts, SerializedState(structure, tensors)
+
+
+def _state_of(name: str, value: Any) -> Any:
+    """The state dict of a part of the job, or the dict that it is."""
+    try:
+        return value.state_dict() if hasattr(value, "state_dict") else value
+    except KeyError as error:
+        if not isinstance(value, Optimizer):
+            raise
+        raise ValueError(
+            f"An optimizer's state must be of parameters in its groups. state[{name!r}] has some of another one, as "
+            "after a group was removed. Remove it too: optimizer.state.pop(parameter) for each."
+        ) from error
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -93,6 +93,8 @@ def test_the_three_newest_checkpoints_stay_by_default(on_ranks: OnRanks, tmp_pat
 def save_wrongly(world: dl.World, folder: str, fault: str) -> None:
     model = network()
     notes = dict[str, Any]()
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
 
     def spoil(step: dl.Step) -> None:
         if step.iteration == 2 and world.rank == 1 and fault == "differs":
@@ -102,9 +104,12 @@ def save_wrongly(world: dl.World, folder: str, fault: str) -> None:
                 next(model.parameters()).add_(1.0)
         if step.iteration == 3 and world.rank == 0 and fault == "cannot be stored":
             notes["file"] = range(3)
+        if step.iteration == 3 and fault == "has lost a group":
+            optimizer.step()
+            del optimizer.param_groups[0]
 
     every = 100 if fault == "cannot be stored" else None  # the state of an epoch's end is then held in memory
-    loop = loop_over(world, folder, model, notes, epochs=2, save_every=every, check_replicas_every=0)
+    loop = loop_over(world, folder, model, notes, optimizer, epochs=2, save_every=every, check_replicas_every=0)
     make_steps(loop, model, spoil)
 
 
@@ -174,6 +179,7 @@ def test_a_score_must_be_given_on_every_rank_alike(
             r"step 4, rank 0 and rank 1 of 2 differ from each other in job\.model\.",
         ),
         ("cannot be stored", "TypeError", r"step 4 could not be made\. state\.job\.other 0\.file is of type range"),
+        ("has lost a group", "ValueError", r"step 4 could not be made\. .* optimizer\.state\.pop\(parameter\)"),
     ],
 )
 def test_what_is_wrong_at_a_checkpoint_is_named_with_its_step(
