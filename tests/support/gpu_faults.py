@@ -66,8 +66,8 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     1: (
         Edit(
             "ddp_loop.determinism.digests:checksum_all",
-            "    found: dict[int, torch.Tensor] = {}\n",
-            "    found: dict[int, torch.Tensor] = {}\n"
+            "    checksums: dict[int, torch.Tensor] = {}\n",
+            "    checksums: dict[int, torch.Tensor] = {}\n"
             "    _WORDS = 2**14 - 1 if accelerator_of(tensors[0].device).is_host else 2**22 - 1\n",
         ),
     ),
