@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ddp_loop.checkpoint import STATUS
 from ddp_loop.checkpoint.atomic_files import write_atomic
@@ -51,9 +53,12 @@ class Served:
 
 @contextmanager
 def served(*runs: Path, port: int = 0) -> Iterator[Served]:
-    """Serve the page of these runs."""
+    """Serve the page of these runs.
+
+    What it writes need not survive a loss of power here, and a disk to which other tests write may take minutes.
+    """
     site = MonitorApp(runs)
-    with listen(port=port) as listening:
+    with listen(port=port) as listening, mock.patch.object(os, "fsync"):
         number = listening.getsockname()[1]
         server = make_server(site, listening, TOKEN, names_of(HERE, ()))
         thread = threading.Thread(target=server.run, args=([listening],))
