@@ -175,7 +175,7 @@ def test_the_additions_of_one_level_of_the_tree_are_one_launch(on_fake_gpus: OnR
 def measure(shards: int) -> tuple[float, float]:
     """Bytes of the device for a parameter: between two steps, and at most in a step.
 
-    The last one is none that compares the parameters' bits, which takes up to 33 MB for any network.
+    The last one is none that compares the parameters' bits, which takes up to 84 MB for any network.
     """
     import fake_cuda_extension as device
 

@@ -68,7 +68,7 @@ def test_the_checksums_of_a_state_are_few_launches(on_fake_gpus: OnRanks) -> Non
 
 
 def waits_of_sums() -> tuple[list[tuple[str, str]], bool]:
-    """Where the host waits in the sums of a GPU's weights and the host's counts, and whether these are those of all."""
+    """Where the host waits for checksums of a GPU's weights and the host's counts, and whether each is right."""
     from tests.fake_cuda import cuda
 
     on_host = [torch.tensor(float(count)) for count in range(1, 20)]

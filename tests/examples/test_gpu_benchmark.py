@@ -441,7 +441,7 @@ def test_a_test_for_gpus_that_wants_other_words_is_named_and_its_part_fails(tmp_
 @pytest.mark.parametrize("number", FAULTS)
 def test_every_fault_has_its_place_in_the_code(number: int) -> None:
     for edit in FAULTS[number]:
-        edit.source()  # raises where the piece is not there once
+        compile(edit.source(), edit.place, "exec")  # raises where the piece is not there once, or does not fit
 
 
 def test_a_fault_is_put_into_a_function_and_keeps_its_lines() -> None:

@@ -53,7 +53,7 @@ class Mapped(Dataset[Any]):
 
 
 class Streamed(IterableDataset[Any]):
-    """A stream of what a function gives anew in each epoch."""
+    """A stream that calls a function in each epoch and reads its samples."""
 
     def __init__(self, samples: Callable[[], Iterable[Any]]) -> None:
         self.samples = samples
