@@ -128,7 +128,7 @@ COUNTS_FROZEN = """
 import gc, importlib, sys
 sys.ps1 = ">>> "
 import ddp_loop.distributed
-print(gc.get_freeze_count())
+print(gc.get_freeze_count() < 1000)  # from 3.12 on Python begins with some
 del sys.ps1
 importlib.reload(ddp_loop.distributed.join)
 print(gc.get_freeze_count() > 100_000)
@@ -137,4 +137,4 @@ print(gc.get_freeze_count() > 100_000)
 
 def test_collections_leave_torch_s_objects_out_but_in_an_interactive_process() -> None:
     ended = run("-c", COUNTS_FROZEN)
-    assert (ended.stdout, ended.stderr) == ("0\nTrue\n", "")
+    assert (ended.stdout, ended.stderr) == ("True\nTrue\n", "")
