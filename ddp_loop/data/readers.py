@@ -134,8 +134,8 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
             f"Arrays of data must hold numbers. Got {array.dtype}. Turn text and objects into numbers first, such as "
             "token ids, or pass a data set that returns them for collate_fn to convert."
         )
-    if min(array.strides, default=0) < 0:
-        array = array.copy()  # array[::-1]; torch has no negative strides
+    if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # array[::-1], a FITS file; torch has neither
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to it
         return torch.from_numpy(array)
