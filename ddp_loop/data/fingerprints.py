@@ -86,7 +86,9 @@ def _ranks(ranks: list[int]) -> str:
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of nested containers, each container before its parts; arrays and the like as tensors."""
-    if isinstance(value, torch.Tensor | str | bytes | float | int) or value is None:
+    if isinstance(value, torch.Tensor) and value.is_quantized:
+        yield name, value.int_repr()  # torch crashes where it views the bits of the tensor itself
+    elif isinstance(value, torch.Tensor | str | bytes | float | int) or value is None:
         yield name, value
     elif isinstance(value, Mapping | list | tuple):
         yield name, value
@@ -131,7 +133,7 @@ def _bits(value: Any) -> str:
         try:
             return f"{int(checksum(_sampled(value.detach()))):x}"
         except (RuntimeError, NotImplementedError, TypeError):
-            return ""  # sparse or quantized; its shape is compared
+            return ""  # sparse; its shape is compared
     return f"{zlib.crc32(_text(value)):x}"
 
 

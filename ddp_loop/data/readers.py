@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ _DRAWS_INSTEAD = (
     " For weighted draws, as by a WeightedRandomSampler, pass a data set without a length that draws a sample in its "
     "__getitem__, and length=; docs/migrate.md shows one."
 )
+_DICTS = (dict, UserDict)  # the second is the BatchEncoding of Hugging Face's tokenizers
 _CHOOSES = ("__getitem__", "__getitems__", "__len__")  # the methods of a TensorDataset by which samples are chosen
 _PROBE_S = 30  # for a worker to start and read three samples; if it takes longer, they are not compared
 
@@ -98,12 +100,12 @@ def as_parts(data: Any) -> Any | None:
         return data.detach()  # data are not parameters; a step's graph ends here
     if isinstance(data, np.ndarray):
         return _as_tensor(data)
-    if isinstance(data, tuple | dict) and data:
-        named = data if isinstance(data, dict) else dict(enumerate(data))
+    if isinstance(data, (tuple, *_DICTS)) and data:
+        named = data if isinstance(data, _DICTS) else dict(enumerate(data))
         parts = {key: as_parts(value) for key, value in named.items()}
         if any(part is None for part in parts.values()):
             return None
-        if isinstance(data, dict):
+        if isinstance(data, _DICTS):
             return parts
         kind: Any = type(data)
         return kind(*parts.values()) if hasattr(data, "_fields") else tuple(parts.values())
@@ -132,8 +134,8 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
             f"Arrays of data must hold numbers. Got {array.dtype}. Turn text and objects into numbers first, such as "
             "token ids, or pass a data set that returns them for collate_fn to convert."
         )
-    if min(array.strides, default=0) < 0:
-        array = array.copy()  # array[::-1]; torch has no negative strides
+    if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # array[::-1], a FITS file; torch has neither
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to it
         return torch.from_numpy(array)
@@ -481,8 +483,8 @@ def make_reader(
         if not options:
             return TensorReader(parts, places, accelerator, decode), length
         data = _TensorRows(parts)
-    members = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
-    if isinstance(data, dict) or any(isinstance(part, torch.Tensor | np.ndarray) for part in members):
+    members = data.values() if isinstance(data, _DICTS) else data if isinstance(data, tuple) else ()
+    if isinstance(data, _DICTS) or any(isinstance(part, torch.Tensor | np.ndarray) for part in members):
         raise TypeError(
             "The parts of a tuple or dict of data must all be tensors or arrays. Got "
             f"{[type(part).__name__ for part in members]}. Convert lists by torch.as_tensor(...)."

@@ -7,6 +7,7 @@ would otherwise continue the stream of any code that ran before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -104,9 +105,9 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         ) from error
     except Exception as error:
         remedy = ""
-        if isinstance(error, RuntimeError) or "shape" in str(error):  # of torch.stack, of np.stack
+        if isinstance(error, RuntimeError | ValueError) and re.search("size|shape|length", str(error)):  # of a stack
             remedy = " Pass a collate_fn that pads samples of unequal sizes."
-        if isinstance(error, TypeError) and name == "default_collate":  # None, an image of PIL, an object
+        elif isinstance(error, RuntimeError | TypeError) and name == "default_collate":  # None, an image of PIL
             remedy = " Let each sample have tensors, arrays or numbers, or pass a collate_fn that makes them."
         if not samples:
             remedy = " A rank without samples needs data without rows. Pass a collate_fn that makes them from []."

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
@@ -48,6 +48,7 @@ class StreamReader:
         seed: of the random generators.
         places: where the data go.
         compares: whether the ranks compare the first sample of each mini-batch.
+        told: the last epoch given to `set_epoch`, in any pass; empty before the first one.
 
     Raises:
         TypeError: the source is an iterator, which cannot restart.
@@ -61,6 +62,7 @@ class StreamReader:
     seed: int
     places: Places
     compares: bool = False
+    told: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if isinstance(self.source, Iterator):
@@ -85,12 +87,13 @@ class StreamReader:
         state: tuple[Any, ...] | None = None
         for position in count():
             with preserved_streams(device):
-                if state is not None:
-                    restore_streams(state)
-                else:
+                if state is None or self.told != [epoch]:  # another pass may have set its own
                     seed_streams(key, device)
                     if hasattr(self.source, "set_epoch"):
                         self.source.set_epoch(epoch)
+                    self.told[:] = [epoch]
+                if state is not None:
+                    restore_streams(state)
                 found = next(pieces, None)
                 if found is None:
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -187,6 +188,13 @@ class Picture:
         return self.kept
 
 
+def quantized(tensor: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will remove such tensors
+        found: torch.Tensor = torch.quantize_per_tensor(tensor, 0.5, 10, torch.quint8)
+        return found
+
+
 def everything(index: int) -> dict[str, Any]:
     """A sample with everything that it may have."""
     return {
@@ -197,6 +205,7 @@ def everything(index: int) -> dict[str, Any]:
         "set": {1, index},
         "nan": float("nan"),
         "coordinates": torch.eye(2).to_sparse(),
+        "quantized": quantized(torch.eye(2)),
     }
 
 
@@ -315,6 +324,7 @@ class Rows(IterableDataset[Any]):
                 "long": np.ones(2, np.longdouble),
                 "nested": torch.nested.nested_tensor([row, row[:2]], layout=torch.jagged),
                 "turned": torch.complex(row, row).conj(),
+                "quantized": quantized(row),
                 "day": np.datetime64("2020-02-02"),
             }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ FOUR, CLASSES = INPUTS[:4], LABELS[:4]
 def test_a_tensor_an_array_and_a_parameter_give_their_rows() -> None:
     assert equal(first_of(INPUTS), FOUR)
     assert equal(first_of(INPUTS.numpy()), FOUR)
+    assert equal(first_of(INPUTS.numpy()[::-1]), INPUTS.flip(0)[:4])
+    assert equal(first_of(INPUTS.numpy().astype(">f4")), FOUR)
     assert equal(first_of(torch.nn.Parameter(INPUTS.clone())), FOUR)
 
 
@@ -61,9 +64,11 @@ def test_several_tensors_keep_their_container(options: dict[str, Any]) -> None:
     assert isinstance(in_tuple, tuple | list)  # DataLoader makes a list of a tuple
     assert equal(in_tuple[0], FOUR)
     assert equal(in_tuple[1], CLASSES)
-    in_dict = first_of({"x": INPUTS, "more": (LABELS, {"y": LABELS})}, **options)
-    assert equal(in_dict["x"], FOUR)
-    assert equal(in_dict["more"][1]["y"], CLASSES)
+    for kind in (dict, UserDict):  # a tokenizer's BatchEncoding is a UserDict
+        in_dict = first_of(kind({"x": INPUTS, "more": (LABELS, kind({"y": LABELS}))}), **options)
+        assert type(in_dict) is dict
+        assert equal(in_dict["x"], FOUR)
+        assert equal(in_dict["more"][1]["y"], CLASSES)
     named = first_of(Pair(INPUTS, LABELS), **options)
     assert type(named) is Pair
     assert equal(named.labels, CLASSES)

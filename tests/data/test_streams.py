@@ -161,21 +161,35 @@ def test_a_stream_is_evaluated_with_each_sample_once(on_ranks: OnRanks) -> None:
     assert sum(sum(sizes) for _, sizes in results) == 23
 
 
-def read_side_by_side(also: bool) -> list[list[float]]:
+class Shifting(Drawing):
+    """Random numbers, shifted by the epoch and by a random number of it."""
+
+    shift = 0.0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.shift = 100 * epoch + random.random()
+
+    def __iter__(self) -> Iterator[float]:
+        return (self.shift + one for one in super().__iter__())
+
+
+def read_side_by_side(stream: Drawing, also: bool) -> list[list[float]]:
     """Mini-batches of an epoch, with another pass in the middle if `also`."""
     with dl.join_world(seed=3) as world:
-        batches = dl.Batches(Drawing(), 4, world, collate_fn=noisy_collate)
+        batches = dl.Batches(stream, 4, world, collate_fn=noisy_collate)
         found = []
         for loaded in batches.epoch(2):
             found.append(loaded.data(0).tolist())
             if also:
+                dl.evaluate(torch.nn.Identity(), batches, mean=mean_of)
                 for _ in batches:
                     pass
         return found
 
 
-def test_two_passes_over_a_stream_do_not_disturb_each_other() -> None:
-    assert read_side_by_side(True) == read_side_by_side(False)
+@pytest.mark.parametrize("stream", [Drawing, Shifting])
+def test_two_passes_over_a_stream_do_not_disturb_each_other(stream: type[Drawing]) -> None:
+    assert read_side_by_side(stream(), True) == read_side_by_side(stream(), False)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------
