@@ -168,7 +168,7 @@ def curves(
 ) -> Path:
     """Draw each value of a run, or of several runs, in a panel of its own, one below the other.
 
-    Of more than 300 rows, neighbors are averaged, and a band shows their smallest and largest value. With `smoothing`
+    Of more than 300 rows or evaluations, neighbors are averaged, and a band shows the rows' range. With `smoothing`
     the curve is the mean of the steps i up to s with weights (1 - 1 / smoothing)^(s - i), and the rows are pale.
 
     Args:
@@ -238,9 +238,8 @@ def _draw_panel(axes: Axes, panel: Panel, run: str, color: Any, smoothing: float
         axes.plot(places, means, "o" if is_alone else "-", linewidth=1.2, label=_plain(training), color=color)
     if len(panel.evaluated):
         shade = color if run else "tab:orange"
-        axes.plot(
-            panel.evaluated_at, panel.evaluated, "o--", markersize=4, linewidth=1, label=_plain(evaluated), color=shade
-        )
+        places, means, _, _ = _thinned(np.asarray(panel.evaluated_at), np.asarray(panel.evaluated, dtype=np.float64))
+        axes.plot(places, means, "o--", markersize=4, linewidth=1, label=_plain(evaluated), color=shade)
 
 
 def _scale(axes: Axes, values: Sequence[float], log: bool | None) -> None:
@@ -374,13 +373,16 @@ def _short(value: object) -> str:
 
 
 def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values]:
-    """Merge neighbors to at most `_POINTS` points: position, mean, smallest and largest value."""
+    """Merge neighbors to at most `_POINTS` points: position, mean, smallest and largest value, without NaN."""
     each = -(-len(values) // _POINTS)
     starts = np.arange(0, len(values), each)
     counts = np.diff([*starts, len(values)])
-    means = np.add.reduceat(values, starts) / counts
     where = np.add.reduceat(at, starts) / counts
-    return where, means, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+    is_missing = np.isnan(values)
+    with np.errstate(invalid="ignore"):  # all may be NaN
+        known = counts - np.add.reduceat(is_missing, starts, dtype=np.int64)
+        means = np.add.reduceat(np.where(is_missing, 0.0, values), starts) / known
+        return where, means, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
 
 
 def _make_figure(width: float, height: float) -> Figure:

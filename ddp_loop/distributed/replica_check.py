@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -200,6 +201,22 @@ def _without_late_buffers(sums: Sequence[Mapping[str, int]]) -> list[dict[str, i
     return [{name: one for name, one in each.items() if name.partition(" (")[0] not in late} for each in sums]
 
 
+def _compare(pending: _ReplicaDigest | None, world: World) -> None:
+    """Raise ReplicaMismatch if the ranks' replicas differ. Every rank must call this."""
+    said = _difference(pending, world)
+    if pending is not None and said is not None:
+        raise ReplicaMismatch(
+            "Parameters, buffers and optimizers must be the same on every rank. "
+            f"{pending.where}, {said}. {_REMEDY}. A tensor that may differ must not be in state, a buffer that may "
+            'needs buffer_reduction={name: "local"}. check_replicas_every=0 turns the comparison off.'
+        )
+
+
+def _compare_left(pending: _ReplicaDigest | None, world: World) -> None:
+    with suppress(PeerFailed):  # a break is no error on the rank that left
+        _compare(pending, world)
+
+
 class _Numbered(Protocol):
     @property
     def iteration(self) -> int:
@@ -273,27 +290,17 @@ class ReplicaCheck:
             if folded:
                 with suppress(Exception):  # the loop may be left by an error, which must not be hidden
                     self._snapshot(f"Where the loop was left, in step {iteration}")
-            self._world.defer(self._check_pending_left)
+            self._world.defer(partial(_compare_left, self._take_pending(), self._world))  # keeps no state alive
 
     def check_pending(self) -> None:
         """Compare the checksums taken before. Every rank must call this."""
         if self._pending is not None:
-            self._check_pending()
+            _compare(self._take_pending(), self._world)
 
-    def _check_pending_left(self) -> None:
-        with suppress(PeerFailed):  # a break is no error on the rank that left
-            self._check_pending()
-
-    def _check_pending(self) -> None:
+    def _take_pending(self) -> _ReplicaDigest | None:
         pending = self._pending
         self._pending = None
-        said = _difference(pending, self._world)
-        if pending is not None and said is not None:
-            raise ReplicaMismatch(
-                "Parameters, buffers and optimizers must be the same on every rank. "
-                f"{pending.where}, {said}. {_REMEDY}. A tensor that may differ must not be in state, a buffer that may "
-                'needs buffer_reduction={name: "local"}. check_replicas_every=0 turns the comparison off.'
-            )
+        return pending
 
     def _snapshot(self, where: str) -> None:
         self._pending = _take(where, named_tensors(self._state, self._without), settings_of(self._state))

@@ -7,9 +7,10 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from ddp_loop.checkpoint import (
     CHECKPOINTS,
@@ -209,7 +210,8 @@ class RunView:
         """Return the curves of some metrics, thinned out to `points`, and the names of all, as JSON values.
 
         Args:
-            points: per curve, at most; of each bucket of rows the minimum and the maximum stay, and the last row.
+            points: per curve, at most; of each bucket of rows or evaluations the minimum and the maximum stay, and the
+                last one.
             smoothing: steps of the exponential mean, which is computed before rows are thinned out; 0 for none.
             first, last: the part of the axis to return; one row more on either side is added.
             axis: "step", "epoch" or "time".
@@ -223,32 +225,33 @@ class RunView:
             asked = found.keys() if metrics is None else found.keys() & metrics
             iterations = rows.iterations
             places = self._places(axis, rows)
-            low = max(0, int(np.searchsorted(places, first)) - 1)
-            high = min(len(rows), int(np.searchsorted(places, last, side="right")) + 1)
-            starts = thin_out(high - low, points)
-            kept = places_of(starts, high - low) + low
+            evaluated = self._places(axis, points_of)
+            part = _Part.of(places, points, first, last)
+            part_of_points = _Part.of(evaluated, points, first, last)
             curves = {}
             smoothed = {}
             for name in rows.names:
                 if name not in asked:
                     continue
                 values = rows.values(name)
-                curves[name] = _listed(extremes(values[low:high], starts))
+                curves[name] = part.curve(values)
                 if smoothing > 1:
-                    smoothed[name] = _listed(extremes(smooth(values, iterations, smoothing)[low:high], starts))
+                    smoothed[name] = part.curve(smooth(values, iterations, smoothing))
             return {
                 "version": self._version(),
                 "is_behind": self._is_behind,
                 "axis": axis,
                 "names": list(found),
-                "x": _places(axis, places[kept]),
-                "steps": iterations[kept].tolist(),
+                "x": _places(axis, places[part.kept]),
+                "steps": iterations[part.kept].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
                 "ends": self._ends(asked, axis, places),
-                "evaluated_x": _places(axis, self._places(axis, points_of)),
-                "evaluated_steps": points_of.iterations.tolist(),
-                "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name in asked},
+                "evaluated_x": _places(axis, evaluated[part_of_points.kept]),
+                "evaluated_steps": points_of.iterations[part_of_points.kept].tolist(),
+                "evaluated": {
+                    name: part_of_points.curve(points_of.values(name)) for name in points_of.names if name in asked
+                },
                 "logged": self._logged_curves(asked, axis, points, first, last),
                 "epochs": self._marks(axis, places),
             }
@@ -306,6 +309,32 @@ class RunView:
                     "values": _listed(values[there]),
                 }
             return {"is_behind": self._is_behind, "found": found} if found or self._is_behind else None
+
+
+class _Part(NamedTuple):
+    """The lines of a series in a part of the axis, with one more on either side, thinned out.
+
+    Attributes:
+        lines: all of them.
+        starts: of their buckets.
+        kept: the lines whose places stay.
+    """
+
+    lines: slice
+    starts: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, places: Values, points: int, first: float, last: float) -> Self:
+        """The part from `first` to `last`, in so many points at most."""
+        low = max(0, int(np.searchsorted(places, first)) - 1)
+        high = min(len(places), int(np.searchsorted(places, last, side="right")) + 1)
+        starts = thin_out(high - low, points)
+        kept = places_of(starts, high - low) + low
+        return cls(slice(low, high), starts, kept)
+
+    def curve(self, values: Values) -> list[float | None]:
+        return _listed(extremes(values[self.lines], self.starts))
 
 
 def _places(axis: str, places: Values) -> list[float] | list[int]:

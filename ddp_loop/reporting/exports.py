@@ -7,6 +7,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ddp_loop.reporting.jsonl import read_lines
 from ddp_loop.reporting.rows import NORM, PLACE, RATE, is_metric, weighing_columns
 
 _SMALL_MIB = 64  # some 400,000 rows, which are read and drawn in 5 s
+_MOST_PANELS = 64  # of a picture, as on the page; hundreds would delay the end of a run by minutes
 
 
 def export_if_small(run: Path) -> None:
@@ -108,6 +110,9 @@ def _rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def _draw(panels: Mapping[str, Any], folder: Path, title: str, style: PictureStyle) -> list[Path]:
+    if len(panels) > _MOST_PANELS:
+        title = f"{title} (the first {_MOST_PANELS} of {len(panels)} values)".strip()
+        panels = dict(islice(panels.items(), _MOST_PANELS))
     return [
         plots.curves(part, folder / f"{file}.{kind}", title=title, smoothing=style.smoothing, log=style.log)
         for file in ("loss", "metrics")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -396,8 +395,7 @@ class _EpochMean:
         self._lower = lower
         self._adds_up = adds_up
         self._epoch = -1.0
-        self._sum = self._weight = 0.0
-        self._rows = 0
+        self._sums = np.zeros(3)  # of the values, the weights and the rows of this epoch
         self._before: ValueSummary | None = None
         self.summary: ValueSummary | None = None
 
@@ -406,26 +404,26 @@ class _EpochMean:
         values = columns.column(name)
         weights = columns.column(weighing_columns(columns.names).get(name, "samples"), missing=1.0)
         counts = columns.column("skipped", missing=0.0) != 1
-        steps = columns.column("iteration")
         epochs = columns.epochs
-        cuts = np.flatnonzero(np.diff(epochs)) + 1
-        for start, end in pairwise([0, *cuts.tolist(), len(epochs)]):
-            if epochs[start] != self._epoch:
-                self._epoch = float(epochs[start])
-                self._sum = self._weight = 0.0
-                self._rows = 0
-                self._before = self.summary
-            counted = np.flatnonzero(counts[start:end]) + start
-            self._rows += len(counted)
-            if not self._rows:
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):  # such a mean is not finite
-                total = values[counted].sum() if self._adds_up else weights[counted] @ values[counted]
-                self._sum += float(total)
-                self._weight = 1.0 if self._adds_up else self._weight + float(weights[counted].sum())
-            mean = self._sum / self._weight if self._weight else math.nan
-            newest = np.array([mean if math.isfinite(mean) else math.nan])
-            self.summary = _summary(steps[end - 1 : end], newest, self._lower, self._before)
+        starts = np.append(0, np.flatnonzero(np.diff(epochs)) + 1)
+        ends = columns.column("iteration")[np.append(starts[1:], len(epochs)) - 1]
+        with np.errstate(all="ignore"):  # such a mean is not finite
+            parts = np.stack([values if self._adds_up else weights * values, weights, np.ones(len(values))])
+            sums = np.add.reduceat(np.where(counts, parts, 0.0), starts, axis=1)
+            before = self.summary
+            if epochs[0] == self._epoch:
+                sums[:, 0] += self._sums
+                before = self._before
+            means = sums[0] if self._adds_up else sums[0] / sums[1]
+        means = np.where(np.isfinite(means), means, math.nan)
+        is_known = sums[2] > 0
+        if is_known[:-1].any():
+            is_over = np.append(is_known[:-1], False)
+            before = _summary(ends[is_over], means[is_over], self._lower, before)
+        self._epoch = float(epochs[-1])
+        self._sums = sums[:, -1]
+        self._before = before
+        self.summary = _summary(ends[-1:], means[-1:], self._lower, before) if is_known[-1] else before
 
 
 def checkpoints_of(folder: Path) -> list[CheckpointInfo]:

@@ -504,7 +504,7 @@ class Step:
     def _left_pass(self, why: Exception | None) -> Callable[[], None]:
         """Join the other ranks' collectives of a pass without shards, and report that this rank leaves.
 
-        The returned function holds no reference to the step.
+        The returned function holds no reference to the step or the model.
 
         Raises:
             CallMismatch: all leave, and ran synced layers in different orders before.
@@ -513,11 +513,12 @@ class Step:
         fold = self._job.fold
         world = self._job.world
         gather = self._gather
+        channels = fold.sync_channels
         send_nothing = fold.leaving(len(self._loaded.mini_batch.sizes), gathers=gather.agreement.is_used)
 
         def end() -> None:
             try:
-                for channel in fold.sync_channels:
+                for channel in channels:
                     channel.send_control(ENDS_LOOP)
             except RuntimeError as error:
                 raise error if why is None or isinstance(error, CallMismatch) else why from None  # the others know

@@ -226,6 +226,20 @@ def test_looking_at_a_run_folder_takes_no_lock_that_a_run_needs(run: Path, monke
     assert taken == []
 
 
+def test_evaluations_are_thinned_out_and_a_part_of_them_is_exact(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", 20)
+    lines = [{"epoch": k, "iteration": k, "loss": abs(k - 2500), "elapsed_s": 1.0} for k in range(1, 5001)]
+    write_lines(run / "evaluations.jsonl", lines)
+    view = RunView("one", run)
+    until(lambda: not view.summary()["problems"], "all lines are read")
+    found = view.curves(points=300, smoothing=0, first=0, last=10**12)
+    values = found["evaluated"]["loss"]
+    assert len(found["evaluated_x"]) == len(found["evaluated_steps"]) == len(values) <= 300
+    assert (min(values), max(values), values[-1], found["evaluated_steps"][-1]) == (0, 2500, 2500, 5000)
+    part = view.curves(points=300, smoothing=0, first=100, last=101)
+    assert (part["evaluated_x"], part["evaluated"]["loss"]) == ([99, 100, 101, 102], [2401, 2400, 2399, 2398])
+
+
 @pytest.mark.covers("J7")
 def test_logged_values_have_their_own_steps_and_are_thinned_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", 20)

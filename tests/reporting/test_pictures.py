@@ -128,6 +128,38 @@ def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluat
     assert panels["gradient_norm"].iterations == [1.0]
 
 
+def test_rows_without_a_number_leave_no_gap_in_a_thinned_curve() -> None:
+    values = np.arange(6000.0)
+    values[::15] = math.nan  # one of the twenty neighbors of each point, or two
+    values[:20] = math.nan
+    _, means, least, most = plots._thinned(np.arange(6000.0), values)
+    assert np.isnan([means[0], least[0], most[0]]).all()
+    assert (means[1], least[1], most[1]) == ((sum(range(20, 40)) - 30) / 19, 20, 39)
+    assert np.isfinite([means[1:], least[1:], most[1:]]).all()
+
+
+def test_of_many_values_the_first_are_drawn_and_the_title_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exports, "_MOST_PANELS", 3)
+    run = write_run(tmp_path / "run", [row(1) | {f"metric_{k}": 1.0 for k in range(5)}])
+    export(run)
+    text = (run / "pictures" / "metrics.svg").read_text()
+    total = len(exports._panels(run, lines_of(run / "rows.jsonl")))
+    assert [name in text for name in ("metric 0", "metric 4", f"run (the first 3 of {total} values)")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_many_evaluations_are_thinned_too(tmp_path: Path) -> None:
+    at = [float(k) for k in range(30_000)]
+    few = plots.curves({"loss": Panel([], [], at[:300], at[:300])}, tmp_path / "few.svg")
+    many = plots.curves({"loss": Panel([], [], at, at)}, tmp_path / "many.svg")
+    assert many.stat().st_size < 2 * few.stat().st_size
+
+
 def test_a_long_run_is_thinned_to_means_in_their_band(tmp_path: Path) -> None:
     at = np.arange(1.0, 100_001.0)
     where, means, least, most = plots._thinned(at, np.sin(at))

@@ -130,6 +130,28 @@ def test_many_rows_have_the_values_of_row_by_row(odd: dict[str, Any], place: int
     assert at_once["loss"].best_at == 20
 
 
+def test_epochs_of_few_rows_have_their_means_without_work_in_python_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row(k, epoch=(k + 2) // 3, loss=(k - 2000.0) ** 2, skipped=k % 3 == 1) for k in range(1, 6001)]
+    run = write_run(tmp_path / "one", rows[:3002])
+    calls = []
+    summary = run_records._summary
+
+    def counted(*given: Any) -> ValueSummary:
+        calls.append(given)
+        return summary(*given)
+
+    monkeypatch.setattr(run_records, "_summary", counted)
+    middle = read_run(run, for_table=True).epoch_means["loss"]
+    append_lines(run / "rows.jsonl", rows[3002:])
+    end = read_run(run, for_table=True).epoch_means["loss"]
+    # The means of k - 2000 = -1, 1 in epoch 667 (of 1999 skipped, 2000 and 2001), of 1002 in half of epoch 1001.
+    assert middle == ValueSummary(1002.0**2, 3002, 0.5, 2001)
+    assert end == ValueSummary((3999.0**2 + 4000.0**2) / 2, 6000, 0.5, 2001)
+    assert len(calls) < 200
+
+
 def test_a_long_file_is_read_up_to_the_deadline_and_then_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(k) for k in range(1, 20_001)])
     (run / "run.json").write_text('{"began": 7.0}')

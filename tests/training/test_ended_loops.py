@@ -108,6 +108,33 @@ def test_an_ended_loop_is_freed_with_model_optimizer_and_data(way: str, on_ranks
     assert on_ranks(2, living, way, str(tmp_path / "run")) == [[set()] * 3] * 2
 
 
+def leave_by_an_error(world: dl.World) -> dict[str, weakref.ref[object]]:
+    model = network()
+    optimizer = sgd(model, 0.9)
+    loop = loop_on(dl.Batches(samples(12), 6, world), model, optimizer, epochs=2, progress=False)
+    known = {"model": model, "weight": model[0].weight, "optimizer": optimizer, "loop": loop, "fold": loop.fold}
+    with suppress(ZeroDivisionError):
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).mean() * (1 / (step.iteration < 2)))
+            step.fold()
+            optimizer.step()
+    return {name: weakref.ref(one) for name, one in known.items()}
+
+
+def living_after_an_error() -> list[str]:
+    """What is left of a loop that an error of the script left inside a step, before a collective follows."""
+    with dl.join_world() as world:
+        leave_by_an_error(world)  # torch's first optimizer leaves some
+        known = leave_by_an_error(world)
+        gc.collect()
+        return [name for name, one in known.items() if one() is not None]
+
+
+def test_a_loop_that_an_error_left_is_freed_before_the_next_collective(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, living_after_an_error) == [[], []]
+
+
 def leave_between_epochs(folder: str, ends: str) -> list[str]:
     """The statuses when the loop was left, when it was freed, and when the world was left."""
     found = []
