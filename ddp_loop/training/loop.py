@@ -135,7 +135,7 @@ class Loop:
         with self.world.in_stage("start") as stage:
             try:
                 flat = None if config is None else flatten_config(config)
-                check_arguments(batches, epochs, steps, on_nonfinite, check_replicas_every, **sums)
+                check_arguments(batches, epochs, steps, resume, on_nonfinite, check_replicas_every, **sums)
                 checks.shares.check_rows({} if allow_single_sample_shards else parts)
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
                 recorder.tracer = open_trace(folder, batches, parts, watched, trace=trace, ordered=adds_in_order)

@@ -164,7 +164,7 @@ def _misplaced(record: ShardRecord | None) -> RuntimeError:
             "parts of its gradients. Leave the loop, or use smaller shards."
         )
     if record is None:
-        why = "outside of `for ... in step`"
+        why = "outside of `for ... in step`, or again after step.gather. Add the loss to one that it is called with"
     elif record.held:
         why = "after step.hold, which takes its place. Call it once after step.gather, or leave step.hold out"
     else:
@@ -570,7 +570,8 @@ class Step:
         return RuntimeError(
             f"step.backward must be called for every shard. Step {self.iteration} left out {without} of its "
             f"{len(self._loaded.mini_batch.sizes)} shards (a `continue`, a `break`, an error that was caught?). "
-            "Call it for each, with weight=0 for one that is not to count."
+            "Call it for each. Where one is not to count, give it weight=0 and the others weight= their number of "
+            'samples, or with reduction="sum" multiply its loss by 0.'
         )
 
     def _fold_pass(self, problem: Exception | None = None) -> StepResult:

@@ -190,12 +190,16 @@ def check_arguments(
     batches: Batches,
     epochs: int | None,
     steps: int | None,
+    resume: object,
     on_nonfinite: str,
     check_replicas_every: object,
     bucket_cap_mib: float | None,
     reduce_dtype: object,
 ) -> None:
-    """Raise ValueError unless the loop has an end, its sums a size and dtype, and its checks a rule and a frequency."""
+    """Raise ValueError unless the loop has an end, its sums a size and dtype, and its checks a rule and a frequency.
+
+    A text as `resume`, such as "False" of a command line, must not count as True.
+    """
     if bucket_cap_mib is not None and not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
     if epochs is not None:
@@ -206,6 +210,10 @@ def check_arguments(
         raise ValueError("A Loop needs an end. Pass epochs or steps.")
     if not batches.ends and steps is None:
         raise ValueError("An epoch of these data never ends. Give Batches a length, or Loop its steps.")
+    if not (resume is None or isinstance(resume, bool)):
+        raise ValueError(
+            f"resume must be True, False or None. Got {resume!r}. Pass the weights of another run as resume_from=."
+        )
     if on_nonfinite not in (rules := get_args(OnNonFinite)):
         raise ValueError(f"on_nonfinite must be one of {rules}. Got {on_nonfinite!r}.")
     if reduce_dtype not in (None, torch.float32, torch.float64):

@@ -111,6 +111,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "buckets without room": (over(bucket_cap_mib=0.0), SIZE),
     "buckets of nan": (over(bucket_cap_mib=nan), SIZE),
     "a rule that is none": (over(on_nonfinite="ignore"), "on_nonfinite must be one of .* Got 'ignore'"),
+    "the text of a command line": (over(resume="False"), "resume must be True, False or None. Got 'False'"),
     "checkpoints after no step": (over(save_every=0), f"save_every {WHOLE}0"),
     "no checkpoint that stays": (over(keep_last=0), f"keep_last {WHOLE}0"),
     "checkpoints after no time": (over(save_every_s=0.0), "save_every_s must be a positive number of seconds"),

@@ -153,6 +153,11 @@ def gather(step: dl.Step, model: nn.Module) -> None:
     step.fold()
 
 
+def both_of_all(step: dl.Step, model: nn.Module) -> None:
+    for loss in [spread(step.gather())] * 2:
+        step.backward(loss)
+
+
 backward = calling({})
 usual = each(backward)
 holding = each(hold, gather)
@@ -198,7 +203,10 @@ class Wrong:
     shards: tuple[int | None, ...] = (None,)
 
 
-LEFT_OUT = r"step\.backward must be called for every shard. Step 3 left out \[.*\] of its . shards"
+LEFT_OUT = (
+    r"step\.backward must be called for every shard. Step 3 left out \[.*\] of its . shards"
+    r".* weight=0 and the others weight= their number of samples, or with reduction=\"sum\" multiply its loss by 0"
+)
 OWN = r"model\.\d\.\w+ (got one from another backward|was taken away).*more_losses=True\).* torch\.autograd\.grad"
 HOOKED = r"hook on a parameter.* model\.0\.weight has one of "
 FORM = "A parameter's dtype and memory format must not change during training. model.0.weight had"
@@ -261,6 +269,11 @@ WRONGS = {
         r"must have a row per sample, shape \(\d, ...\). Got \(\)",
         "ValueError",
         holding,
+    ),
+    "two losses of all": Wrong(
+        each(hold, both_of_all),
+        r"or again after step\.gather\. Add the loss to one that it is called with\.$",
+        usual=holding,
     ),
     "hold without a loss": Wrong(each(hold), r"Step 3 held outputs, and has no loss of them\. After", shards=(6,)),
     "a weight of all": Wrong(
