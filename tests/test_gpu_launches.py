@@ -20,6 +20,7 @@ LAYERS = 53  # as many as a ResNet-50 has
 ROWS = 8  # of a shard
 WARM_UP, COUNTED, STEPS = 11, 2, 15  # a loop's first steps and its last one check more
 MOST = 1.15  # times as many launches as the plain loop
+MOST_MORE = 18  # launches than the plain loop, with one shard on one rank
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm2d(4),
     "group norm": lambda: nn.GroupNorm(2, 4),
@@ -103,4 +104,4 @@ def test_a_step_launches_hardly_more_than_the_plain_loop(
 ) -> None:
     for plain, ours in on_fake_gpus(ranks, count, norm, shards):
         assert min(plain) > 4 * LAYERS * shards  # the device counts
-        assert max(ours) <= MOST * min(plain)
+        assert max(ours) <= (MOST * min(plain) if ranks * shards > 1 else min(plain) + MOST_MORE)

@@ -478,7 +478,7 @@ class BatchNormStatistics:
                 first.refine(number, values, *first.parts[number :: 2 * len(self.layers)])
             captures.unchecked = []
         if self.others.layers:
-            self.others.record(training_only=True)
+            self.others.record_if_called()
 
     def stop(self) -> None:
         """End the shard. Layers called from now on update their own statistics, as torch does."""

@@ -31,6 +31,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.accelerators import accelerator_of, copies_of, sent
 
@@ -251,6 +253,7 @@ class RunningStatsSnapshot:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.layers = list(layers)
         self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # now, kept; by dtype
+        self._first_call: RemovableHandle | None = None
 
     def record(self, *, training_only: bool = False) -> None:
         """Copy the current values, of all layers or only of those in training mode."""
@@ -261,8 +264,27 @@ class RunningStatsSnapshot:
                     by_dtype.setdefault(buffer.dtype, []).append(buffer)
         self._pairs = [(now, copies_of(now)) for now in by_dtype.values()]
 
+    def record_if_called(self) -> None:
+        """Copy the values of layers in training mode before the next call of any module, if one comes before `restore`.
+
+        A backward that recomputes no forward calls none, and costs nothing.
+        """
+
+        def before_call(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._forget_call()
+            self.record(training_only=True)
+
+        self._forget_call()
+        self._first_call = register_module_forward_pre_hook(before_call)
+
+    def _forget_call(self) -> None:
+        if self._first_call is not None:
+            self._first_call.remove()
+            self._first_call = None
+
     def restore(self, where: torch.Tensor | Literal[True] = True) -> None:
         """Restore the copied values if `where`, shape (), is true. A second call does nothing."""
+        self._forget_call()
         for now, kept in self._pairs:
             values = kept
             if isinstance(where, torch.Tensor):

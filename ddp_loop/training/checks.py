@@ -199,7 +199,7 @@ class NonFiniteGuard(Check):
         bad: torch.Tensor | bool = True
         if is_asynchronous(loss):
             looked_at = [loss] if self.is_scaled else [loss, *(extreme.to(loss) for extreme in gradients.extremes())]
-            bad = ~torch.stack(looked_at).isfinite().all()
+            bad = torch.stack(looked_at).mul_(0).sum() != 0  # 0 times infinity is NaN; `isfinite` takes five kernels
         if self.is_scaled:
             for optimizer in self._optimizers:  # the scaler may skip for a gradient alone
                 _prepare_found_inf(optimizer)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import ddp_loop as dl
 from ddp_loop.batch_norm import BatchNormStatistics
 from tests.support.comparing import Tensors, buffers_of, is_same
+from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
 from tests.support.refusals import network, samples
-from tests.support.training import train
+from tests.support.training import loop_on, train
 
 pytestmark = [pytest.mark.covers("D4"), pytest.mark.on_gpus_too]
 
@@ -68,3 +74,30 @@ def test_a_shard_has_room_for_as_many_calls_as_its_layers_had() -> None:
         assert [call.counts for call in captures.by_call] == [[4, 4, 0], [0, 4, 0]]
     finally:
         statistics.release()
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_backward_copies_running_statistics_only_where_it_recomputes_a_forward(
+    world: dl.World, use_reentrant: bool | None
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    plain = copy.deepcopy(model)
+    rows = torch.randn(8, 4, requires_grad=True)
+    plain(rows)
+    copied: list[int] = []
+
+    def note(operator: Any, arguments: Any, result: Any) -> None:
+        if operator is torch.ops.aten._foreach_copy_.default:
+            copied.extend(one.data_ptr() for one in arguments[1])
+
+    for step in loop_on(dl.Batches(rows, 8, world, shuffle=False), model):
+        for given in step:
+            given.requires_grad_()
+            loss = (
+                model(given) if use_reentrant is None else checkpoint(model, given, use_reentrant=use_reentrant)
+            ).mean()
+            with Dispatched(note):
+                step.backward(loss)
+        step.fold()
+    assert is_same(buffers_of(model), buffers_of(plain))
+    assert (model[1].running_mean.data_ptr() in copied) is (use_reentrant is not None)
