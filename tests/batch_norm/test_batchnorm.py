@@ -100,4 +100,4 @@ def test_a_backward_copies_running_statistics_only_where_it_recomputes_a_forward
                 step.backward(loss)
         step.fold()
     assert is_same(buffers_of(model), buffers_of(plain))
-    assert (model[1].running_mean.data_ptr() in copied) is (use_reentrant is not None)
+    assert (model.get_buffer("1.running_mean").data_ptr() in copied) is (use_reentrant is not None)
