@@ -411,9 +411,14 @@ class BatchNormStatistics:
             hook.remove()
         self.layers = []  # they refer to this object, so all would wait for the garbage collector
 
-    def open(self) -> None:
-        """Begin a pass over shards. The buffers that the layers have now are their own."""
+    def open(self, former: Iterable[Captures] = ()) -> None:
+        """Begin a pass over shards. The buffers that the layers have now are their own.
+
+        Args:
+            former: of the shards of the pass before, whose memory is used again.
+        """
         self.problem: RuntimeError | None = None
+        self._free: list[CallStatistics] = [each.by_call[0] for each in former if each.by_call]
         for layer in self.layers:
             layer.is_closed = False
         for layer in self.layers:
@@ -434,6 +439,7 @@ class BatchNormStatistics:
 
     def _look_at_buffers(self) -> None:
         """Note the layers' buffers, which of them to look at, and the form of spare ones."""
+        self._free = []
         for layer in self.layers:
             buffers = layer.norm.module._buffers
             layer.running = (buffers[layer.norm.mean], buffers[layer.norm.variance])
@@ -444,9 +450,10 @@ class BatchNormStatistics:
         means = [layer.running[0] for layer in self.layers]
         known = [mean for mean in means if mean is not None]
         self.is_uniform = len({(mean.dtype, mean.device) for mean in known}) == 1
-        self._sizes = 3 * [0 if mean is None else len(mean) for mean in means]
+        sizes = 3 * [0 if mean is None else len(mean) for mean in means]
         first = known[0] if known else torch.empty(0, device="cpu")
-        self._zeros = first.new_zeros(sum(self._sizes), dtype=first.dtype if self.is_uniform else torch.float64)
+        whole = first.new_zeros(sum(sizes), dtype=first.dtype if self.is_uniform else torch.float64)
+        self._empty_call = CallStatistics([], [], whole, whole.split_with_sizes(sizes))
 
     def _versions(self) -> list[int]:
         """The versions of torch's layers' batch counters, which show a write without a look at values."""
@@ -456,15 +463,23 @@ class BatchNormStatistics:
 
     def recording(self) -> Captures:
         """Begin a shard. The returned object receives the captures of each layer, in the order of its calls."""
-        captures = self.captures = Captures([self.no_calls()] if self.layers else [], [0] * len(self.layers), [])
+        numbers = len(self.layers)
+        if self._free:  # its many views take longer to make than to fill
+            call = self._free.pop()
+            call.whole.data.zero_()  # past the version counter, as in `CallStatistics.write`
+            calls = [call._replace(counts=[0] * numbers, momenta=[0.0] * numbers)]
+        else:
+            calls = [self.no_calls()] if numbers else []
+        captures = self.captures = Captures(calls, [0] * numbers, [])
         self.called = []
         return captures
 
     def no_calls(self) -> CallStatistics:
         """Room for a call of each layer."""
-        whole = torch.zeros_like(self._zeros)
+        whole = torch.zeros_like(self._empty_call.whole)
         numbers = len(self.layers)
-        return CallStatistics([0] * numbers, [0.0] * numbers, whole, whole.split_with_sizes(self._sizes))
+        parts = whole.split_with_sizes([*map(len, self._empty_call.parts)])
+        return CallStatistics([0] * numbers, [0.0] * numbers, whole, parts)
 
     def discard(self) -> None:
         """Stop capturing, and leave the running statistics unchanged."""
@@ -518,7 +533,7 @@ class BatchNormStatistics:
     @property
     def channels(self) -> int:
         """The number of channels of all layers."""
-        return len(self._zeros) // 3
+        return len(self._empty_call.whole) // 3
 
     def pack(self, captures: Iterable[Captures], calls: tuple[int, ...], rows: Iterable[torch.Tensor]) -> None:
         """Write shards' captures into their rows: for each call counts, means, rests, variances, own norms' momenta."""

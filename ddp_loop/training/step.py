@@ -150,6 +150,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _NUMBER = attrgetter("number")
 _AFTER_GATHER = -1  # in place of a shard's number
 _SHARD_NUMBER = attrgetter("shard.number")
+_CAPTURES = attrgetter("captures")
 
 
 class _LeftLoop(RuntimeError):
@@ -890,11 +891,12 @@ class Fold:
         has_flags = self._rows is not None and not gathers and not self.sync_channels  # as all ranks know alike
         self.control.open(has_flags=has_flags)
         self._world.blocked_because = _OPEN
+        former = self.current
         self.current = FoldPass(step or self, gathers)
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
-        self._statistics.open()
+        self._statistics.open(map(_CAPTURES, former.records))
         if self._snapshot.layers:
             self._snapshot.record()
 

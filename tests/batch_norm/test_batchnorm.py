@@ -34,6 +34,25 @@ def test_buffers_follow_the_samples_also_where_all_losses_weigh_0() -> None:
     assert float(found[0].abs().sum()) > 0
 
 
+def test_the_shards_of_a_pass_use_the_memory_of_the_pass_before() -> None:
+    layer = nn.BatchNorm1d(3)
+    statistics = BatchNormStatistics({"layer": layer})
+    try:
+        former = statistics.recording()
+        layer(torch.randn(4, 3))
+        statistics.open([former])
+        captures = [statistics.recording() for _ in range(2)]
+        assert captures[0].by_call[0].whole is former.by_call[0].whole is not captures[1].by_call[0].whole
+        for each in captures:
+            assert each.by_call[0].counts == [0]
+            assert not each.by_call[0].whole.any()
+        layer.to(torch.float64)
+        statistics.open(captures)
+        assert statistics.recording().by_call[0].whole.dtype == torch.float64
+    finally:
+        statistics.release()
+
+
 class TwoPrecisions(nn.Module):
     """The same rows go through a layer of float32 and one of float64."""
 
