@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, nll_loss
 
-from ddp_loop.accelerators import sent
+from ddp_loop.accelerators import is_asynchronous, sent
 from ddp_loop.batch_norm import find_sync_channels
 from ddp_loop.data import Batches, MiniBatch, Shard
 from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
@@ -171,7 +171,7 @@ def evaluate(
     states = MetricStates(metrics or {}, world.device)
     world.stops.raise_if_stopped()
     _agree_on_names([*functions, *states.names], world)
-    totals = dict[int, list[torch.Tensor | int]]()  # the samples and metrics of each shard, by its number in the epoch
+    totals = dict[int, list[torch.Tensor | float]]()  # the samples and metrics of each shard, by its place
     kinds: set[tuple[str, str]] = set()  # of the metrics
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
@@ -216,7 +216,7 @@ def _check_names(names: list[str]) -> None:
         )
 
 
-def _added_up(totals: Mapping[int, Sequence[torch.Tensor | int]], width: int, world: World) -> list[float]:
+def _added_up(totals: Mapping[int, Sequence[torch.Tensor | float]], width: int, world: World) -> list[float]:
     """The sums of all shards' totals, `width` of them, added up in the order of the shards."""
     shards = max(world.gather(max(totals, default=-1))) + 1
     own = torch.zeros(shards, width, dtype=torch.float64, device="cpu")
@@ -348,7 +348,7 @@ def _refuse_missing(parts: Sequence[Any], samples: int) -> None:
         )
 
 
-def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[torch.Tensor | int]:
+def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[torch.Tensor | float]:
     """A shard's part of each metric's total and of its divisor; a plain sum has 0 for it."""
     for name, value in values.items():
         if not isinstance(value, Sum):
@@ -361,20 +361,20 @@ def _totals_and_divisors(values: Mapping[str, Any], samples: int) -> Iterator[to
             yield 0 if value.over is None else _total(name, value.over, samples, is_sum=True)
 
 
-def _total(name: str, value: Any, samples: int, *, is_sum: bool) -> torch.Tensor:
+def _total(name: str, value: Any, samples: int, *, is_sum: bool) -> torch.Tensor | float:
+    """A number where the host need not wait for it: each shard's stays until the end, and a tensor takes 2 kB."""
     if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
         raise TypeError(f"A metric must return a tensor, an array or a number. {name} gave {type(value).__name__}.")
     values = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value), device="cpu")
     if values.is_complex():
         raise ValueError(f"A metric must be real. {name} gave {values.dtype}. Take its .abs() or .real.")
-    if values.dim() == 0:
-        return values.double() * (1 if is_sum else samples)
-    if values.shape != (samples,):
+    if values.dim() and values.shape != (samples,):
         raise ValueError(
             f"A metric must return one value per sample, shape ({samples},), or their mean, shape (). {name} gave "
             f"shape {tuple(values.shape)}. Take the mean over its other dimensions."
         )
-    return values.double().sum()
+    total = values.double().sum() if values.dim() else values.double() * (1 if is_sum else samples)
+    return total if is_asynchronous(total) else total.item()
 
 
 def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> torch.Tensor:
