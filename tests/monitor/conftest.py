@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.support.browsing import CHROMIUM, WIDE, Visit
+from tests.support.browsing import CHROMIUM, OPTIONS, WIDE, Visit
 from tests.support.serving import WAIT_S, Served, served, write_run
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def browser() -> Iterator[Browser]:
     """One browser for all tests of a file."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield browser
         browser.close()
 

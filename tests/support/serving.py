@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -12,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from ddp_loop.checkpoint import STATUS
 from ddp_loop.checkpoint.atomic_files import write_atomic
@@ -53,12 +51,9 @@ class Served:
 
 @contextmanager
 def served(*runs: Path, port: int = 0) -> Iterator[Served]:
-    """Serve the page of these runs.
-
-    What it writes need not survive a loss of power here, and a disk to which other tests write may take minutes.
-    """
+    """Serve the page of these runs."""
     site = MonitorApp(runs)
-    with listen(port=port) as listening, mock.patch.object(os, "fsync"):
+    with listen(port=port) as listening:
         number = listening.getsockname()[1]
         server = make_server(site, listening, TOKEN, names_of(HERE, ()))
         thread = threading.Thread(target=server.run, args=([listening],))
