@@ -109,11 +109,6 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
             "torch._foreach_copy_(olds, list(now.split(self.sizes)))",
             "[one.copy_(value) for one, value in zip(olds, now.split(self.sizes))]",
         ),
-        Edit(
-            "ddp_loop.batch_norm.pooled:RunningStatsSnapshot.restore",
-            "torch._foreach_copy_([buffer.data for buffer in now], values)",
-            "[buffer.data.copy_(value) for buffer, value in zip(now, values)]",
-        ),
     ),
     # A rank that leaves shuts NCCL's sockets.
     8: (
