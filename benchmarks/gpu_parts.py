@@ -37,7 +37,7 @@ PAIR_S, NOISE_S, BUCKET_S = 2.0, 1.0, 1.0  # for a row, for one of a way against
 STEPS_SCALE = 0.4  # of the seconds that `benchmarks.steps` takes for a row
 SIDES, LARGE = (10, 100, 1000), 200  # of the surface; above LARGE it makes few steps
 BUCKETS_MIB = (1, 8, 25, 64)
-MOST_OPERATIONS = 1.12  # on a GPU, of a step with batch norm over those of the plain loop
+MOST_OPERATIONS = 1.12  # times the plain loop's, on a GPU, in a step with batch norm
 NOT_ON_FAKES = {
     "tests/determinism/test_deterministic.py::test_a_block_is_refused_after_nccl_was_started": "NCCL's timeout",
     "tests/distributed/test_devices.py::test_the_gpus_that_are_not_chosen_get_no_context": "the driver's library",
