@@ -76,19 +76,35 @@ class AccessControl:
         if scope["type"] != "http":
             return
 
-        async def send_with_headers(message: Message) -> None:
+        body_comes = True
+
+        async def receive_part() -> Message:
+            nonlocal body_comes
+            message = await receive()
+            body_comes = message.get("more_body", False)
+            return message
+
+        async def send_part(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
+            elif body_comes and not message.get("more_body", False):
+                # Closing while bytes arrive resets the connection, and the client may lose the answer.
+                await send({**message, "more_body": True})
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(BODY_S):
+                        while body_comes:
+                            await receive_part()
+                message = {"type": "http.response.body"}
             await send(message)
 
         refused = self.check(scope)
         if refused is None:
-            await self._app(scope, receive, send_with_headers)
+            await self._app(scope, receive_part, send_part)
             return
         answer = _sent(*refused)
-        answer.headers["connection"] = "close"  # the rest of the request is not read
-        await answer(scope, receive, send_with_headers)
+        answer.headers["connection"] = "close"
+        await answer(scope, receive_part, send_part)
 
     def check(self, scope: Message) -> tuple[int, str] | None:
         """Return the status and the reason of a refusal; None for an allowed request."""

@@ -124,6 +124,12 @@ def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: S
             self._answered = self.cycle
             self.loop.call_later(REQUEST_S, self._close_unless_asked)
 
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+                self.transport.close()  # the answer was sent already, as to a chunked body, which is refused
+            else:
+                super().send_400_response(msg)
+
     class Server(uvicorn.Server):
         """Ends the streams when it shuts down, so as not to wait for them."""
 

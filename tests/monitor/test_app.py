@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import socket
@@ -119,10 +120,39 @@ def test_a_request_for_what_is_not_there_is_refused_and_changes_nothing(page: Se
     before = contents(run.parent)
     for case, (status, method, target, headers) in REFUSED.items():
         assert ask(page, method, target, headers)[0] == status, case
-    body = b"x" * 10_000_000  # is refused before it is read
-    assert ask(page, "POST", "/api/runs/one/stop", OWN | {"content-length": str(len(body))}, body)[0] == 413
     assert ask(page, "GET", "/api/runs", OWN)[0] == 200
     assert contents(run.parent) == before
+
+
+UNREAD: dict[str, tuple[int, str, bytes, bytes]] = {
+    "a long body": (413, "one/stop", b"content-length: 10000000", b"x" * 10_000_000),
+    "one of unknown length": (413, "one/stop", b"transfer-encoding: chunked", b"3\r\nabc\r\n0\r\n\r\n"),
+    "no chunks": (413, "one/stop", b"transfer-encoding: chunked", b"zz\r\n" * 1000),
+    "one that is only read": (405, "one/curves", b"content-length: 2000", b"x" * 2000),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+@pytest.mark.parametrize("keep", [b"", b"connection: close\r\n"])
+def test_a_body_that_nobody_wants_is_read_so_that_no_reset_takes_the_answer_away(
+    page: Served, run: Path, case: str, keep: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, target, length, body = UNREAD[case]
+    head = f"POST /api/runs/{target} HTTP/1.1\r\nhost: 127.0.0.1:{page.port}\r\n{TOKEN_HEADER}: {TOKEN}\r\n".encode()
+    with socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
+        connection.sendall(head + keep + length + b"\r\n\r\n")
+        with closing(http.client.HTTPResponse(connection)) as answer:
+            answer.begin()
+            answer.read()
+        assert answer.status == status
+        try:
+            for part in (body[:100], body[100:]):
+                connection.sendall(part)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+        except OSError:
+            assert case == "no chunks"
+    assert capfd.readouterr().err == ""
 
 
 def test_the_page_answers_to_its_own_names(page: Served) -> None:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,17 @@ def answers(port: int) -> bool:
 
 
 def ask(page: Served, method: str, target: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
-    """Status and head of the answer to a request that is sent as it stands, which clients would tidy up."""
+    """Return the status and the head of the answer to a request that is sent as it stands; clients would tidy it up."""
     said = {"host": f"127.0.0.1:{page.port}"} | headers
     head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
     with socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
         connection.sendall(f"{method} {target} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode())
-        if body:
-            with suppress(OSError):  # the server may answer and close before it reads the body
-                connection.sendall(body)
+        connection.sendall(body)
         answer = b""
-        with suppress(ConnectionResetError):
-            while part := connection.recv(65536):
-                answer += part
+        while b"\r\n\r\n" not in answer:
+            part = connection.recv(65536)
+            assert part, answer
+            answer += part
     head_of_answer = answer.partition(b"\r\n\r\n")[0].decode()
     return int(head_of_answer.split()[1]), head_of_answer.lower()
 
