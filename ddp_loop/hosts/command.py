@@ -175,12 +175,14 @@ def _read(kind: type[_Kind], word: dict[str, Any]) -> _Kind:
 def _sees(path: Path) -> bool:
     """Whether a file is there in time; the folder is listed, since NFS keeps what it has listed."""
     deadline = time.monotonic() + _SEEN_S
-    while time.monotonic() < deadline:
+    while True:
+        is_late = time.monotonic() > deadline
         with suppress(OSError):
             if path.name in os.listdir(path.parent):
                 return True
+        if is_late:
+            return False
         time.sleep(_LOOK_S)
-    return False
 
 
 def _amount(text: str) -> float:
