@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> str:
 
 def test_ranks_without_a_fault_are_ready_and_leave_nothing(on_ranks: OnRanks, folder: str) -> None:
     found = on_ranks(3, check, "", 0, folder)
-    assert [good for good, _, _ in found] == [True] * 3, found[0][1]
+    assert [good for good, _, _ in found] == [True] * 3, found[0][1][-3:]
     assert [bool(said) for _, said, _ in found] == [True, False, False]
     said = found[0][1]
     assert said[-1] == "READY: 3 hosts are ready for 3 ranks."

@@ -134,7 +134,7 @@ UNREAD: dict[str, tuple[int, str, bytes, bytes]] = {
 
 @pytest.mark.parametrize("case", UNREAD)
 @pytest.mark.parametrize("keep", [b"", b"connection: close\r\n"])
-def test_a_body_that_nobody_wants_is_read_so_that_no_reset_takes_the_answer_away(
+def test_a_body_that_is_not_wanted_is_read_so_that_no_reset_takes_the_answer_away(
     page: Served, run: Path, case: str, keep: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, target, length, body = UNREAD[case]
