@@ -258,9 +258,17 @@ class JobState:
         restore(self._state, kept[JOB], kept.get(_SAME, {}))
         for name, part in self._parts.items():
             part.load_state_dict(kept[_PARTS][name])
-        names, sums = self.checksums(self.serialize())
+        now = self.serialize()
+        names, sums = self.checksums(now)
         for name, value in zip(names, sums.tolist(), strict=True):
             if checksums.get(name, value) != value:
+                here = _form_of(now, name)
+                there = _form_of(serialized, name)
+                if here != there:
+                    raise ValueError(
+                        f"{name} is {here}, in the checkpoint {there}. Build it with that dtype and memory format, or "
+                        "begin a new run with these weights: another run_dir= and resume_from=."
+                    )
                 raise ReplicaMismatch(
                     f"{name} differs from the checkpoint after it was restored. Check whether its load_state_dict "
                     "changes values."
@@ -294,6 +302,12 @@ def read_on_rank_zero(
     (tensors,) = own or [empty]
     world.broadcast_all(list(tensors.values()))
     return facts, SerializedState(structure, tensors)
+
+
+def _form_of(packed: SerializedState, name: str) -> str:
+    """The dtype and the strides of a tensor of the job in words; empty if it has no place of this name."""
+    one = dict(leaves(JOB, from_tree(packed)[JOB])).get(name)
+    return f"{one.dtype} with strides {one.stride()}" if isinstance(one, torch.Tensor) else ""
 
 
 def _state_of(name: str, value: Any) -> Any:
