@@ -389,8 +389,9 @@ def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     if lacking:
         wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
     pairs = list(zip(own, kept, strict=False))
-    for flag in ("amsgrad", "centered"):  # settings of torch's optimizers with which they keep more
-        if values["state"] and any(mine.get(flag) and group.get(flag) is False for mine, group in pairs):
+    stateful = [pair for pair in pairs if any(number in values["state"] for number in pair[1]["params"])]
+    for flag in ("amsgrad", "centered", "momentum"):  # settings of torch's optimizers with which they keep more
+        if any(mine.get(flag) and not group.get(flag, True) for mine, group in stateful):
             wrong.append(f"it has {flag}, and the one there kept no state for it")
     groups = [{**mine, "params": group["params"]} for mine, group in pairs]
     return {**values, "param_groups": groups}, wrong

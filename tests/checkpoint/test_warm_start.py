@@ -23,7 +23,7 @@ from tests.support.trained_runs import NAMES, Tied, flip_tensors, rows, train_ru
 
 
 def started(
-    source: str | Path, folder: str | Path | None = None, *, steps: int = 1, width: int = 4, kind: str = "Adam",
+    source: str | Path | None, folder: str | Path | None = None, *, steps: int = 1, width: int = 4, kind: str = "Adam",
     more: bool = False, compiled: bool = False, is_reversed: bool = False, settings: dict[str, Any] | None = None,
     names: tuple[str, str] = ("model", "optimizer"), **keywords: Any,
 ) -> tuple[dict[str, str], Mapping[str, Any], list[int]]:  # fmt: skip
@@ -153,6 +153,17 @@ def test_moments_take_the_memory_format_and_the_dtype_of_their_parameters(
     found = weights_after(str(tmp_path / "other"), source, form, fused)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("RMSprop", "it has momentum, and the one there kept no state for it"), ("SGD", "")]
+)
+def test_momentum_begins_where_the_other_run_kept_none_unless_an_optimizer_needs_it(
+    kind: str, said: str, tmp_path: Path
+) -> None:
+    started(None, tmp_path / "source", kind=kind)
+    error = caught(partial(started, tmp_path / "source", kind=kind, settings={"momentum": 0.9}))[1]
+    assert said in error if said else error == ""
 
 
 # -- refusals ----------------------------------------------------------------------------------------------
