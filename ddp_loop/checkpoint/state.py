@@ -83,7 +83,7 @@ class OutsideStateDict:
                 if layer.training != self._modes.get(name, True)
             },
             "buffers": {name: one for name, one in buffers.items() if self._began.get(name) != bits[name]},
-            "optimizers": self._numbered(parameters),
+            "optimizers": numbered(self._state, parameters),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,9 +93,9 @@ class OutsideStateDict:
             ValueError: an optimizer has its parameters in another order.
         """
         parameters = find_parameters(self._state)
-        numbered = self._numbered(parameters)
+        own = numbered(self._state, parameters)
         for name, saved in state.get("optimizers", {}).items():
-            for number, (here, there) in enumerate(zip(numbered.get(name, saved), saved, strict=False), 1):
+            for number, (here, there) in enumerate(zip(own.get(name, saved), saved, strict=False), 1):
                 if here != there:
                     raise ValueError(
                         f"The state of an optimizer belongs to its parameters by their order. In state[{name!r}] "
@@ -108,24 +108,15 @@ class OutsideStateDict:
         layers = self._layers()
         for name, layer in layers.items():
             layer.training = modes.get(name, layer.training)
-        own = self._buffers()
+        buffers = self._buffers()
         restored: dict[int, torch.Tensor | None] = {}  # what was one tensor under several names stays one
         for name, kept in state.get("buffers", {}).items():
-            if name in own:
+            if name in buffers:
                 if id(kept) not in restored:
-                    before = torch.empty(0, device=self._device) if own[name] is None else own[name]
+                    before = torch.empty(0, device=self._device) if buffers[name] is None else buffers[name]
                     restored[id(kept)] = _filled(before, kept, {name}, name)
                 owner, _, key = name.rpartition(".")
                 layers[owner]._buffers[key] = restored[id(kept)]
-
-    def _numbered(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """For each optimizer, the names of its parameters in its order."""
-        names = {id(one): name for name, one in parameters.items()}
-        return {
-            name: [names[id(one)] for group in part.param_groups for one in group["params"]]
-            for name, part in self._state.items()
-            if isinstance(part, Optimizer)
-        }
 
     def _layers(self) -> dict[str, nn.Module]:
         return each_module(find_modules(self._state))
@@ -138,6 +129,22 @@ class OutsideStateDict:
             for key, one in layer._buffers.items()
             if key in layer._non_persistent_buffers_set
         }
+
+
+def numbered(state: Mapping[str, object], parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """For each optimizer of a job, the names of its parameters in its order."""
+    names = {id(one): name for name, one in parameters.items()}
+    return {
+        name: [names[id(one)] for group in part.param_groups for one in group["params"]]
+        for name, part in state.items()
+        if isinstance(part, Optimizer)
+    }
+
+
+def numbered_in(kept: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The same of a checkpoint's state; older ones have none."""
+    names: dict[str, list[str]] = kept[_PARTS].get("trained", {}).get("optimizers", {})
+    return names
 
 
 def _bits_of(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
@@ -251,9 +258,17 @@ class JobState:
         restore(self._state, kept[JOB], kept.get(_SAME, {}))
         for name, part in self._parts.items():
             part.load_state_dict(kept[_PARTS][name])
-        names, sums = self.checksums(self.serialize())
+        now = self.serialize()
+        names, sums = self.checksums(now)
         for name, value in zip(names, sums.tolist(), strict=True):
             if checksums.get(name, value) != value:
+                here = _form_of(now, name)
+                there = _form_of(serialized, name)
+                if here != there:
+                    raise ValueError(
+                        f"{name} is {here}, in the checkpoint {there}. Build it with that dtype and memory format, or "
+                        "begin a new run with these weights: another run_dir= and resume_from=."
+                    )
                 raise ReplicaMismatch(
                     f"{name} differs from the checkpoint after it was restored. Check whether its load_state_dict "
                     "changes values."
@@ -287,6 +302,12 @@ def read_on_rank_zero(
     (tensors,) = own or [empty]
     world.broadcast_all(list(tensors.values()))
     return facts, SerializedState(structure, tensors)
+
+
+def _form_of(packed: SerializedState, name: str) -> str:
+    """The dtype and the strides of a tensor of the job in words; empty if it has no place of this name."""
+    one = dict(leaves(JOB, from_tree(packed)[JOB])).get(name)
+    return f"{one.dtype} with strides {one.stride()}" if isinstance(one, torch.Tensor) else ""
 
 
 def _state_of(name: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ddp_loop.checkpoint.atomic_files import explained, replacing, sync_folder, write_new
 from ddp_loop.checkpoint.run_folder import check_output, run_id_of, some_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
-from ddp_loop.checkpoint.state import JOB, objects_in, read_on_rank_zero, restore_part
+from ddp_loop.checkpoint.state import JOB, numbered, numbered_in, objects_in, read_on_rank_zero, restore_part
 from ddp_loop.checkpoint.storage import (
     CHECKPOINTS,
     NAME,
@@ -29,7 +29,7 @@ from ddp_loop.checkpoint.storage import (
     mebibytes,
     store_of,
 )
-from ddp_loop.distributed import World, listed
+from ddp_loop.distributed import World, find_parameters, listed
 
 Source = str | os.PathLike[str]
 
@@ -300,7 +300,7 @@ def warm_start(
     """
     takers = {name: one for name, one in state.items() if isinstance(one, nn.Module | Optimizer)}
 
-    def read() -> tuple[tuple[str, str], SerializedState] | None:
+    def read() -> tuple[tuple[str, str, dict[str, list[str]]], SerializedState] | None:
         if folder is not None and resume is not False and any((folder / CHECKPOINTS).glob("step-*")):
             return None
         found = read_checkpoint(source, say=world.say)
@@ -314,21 +314,36 @@ def warm_start(
             )
         others = [name for name in state if name not in parts]
         fresh = f"; {listed(others)} start{'s' if len(others) == 1 else ''} from scratch" if others else ""
-        return (f"starts with {listed(list(parts))} of {found.path}{fresh}", str(found.path)), to_tree(parts)
+        line = f"starts with {listed(list(parts))} of {found.path}{fresh}"
+        return (line, str(found.path), numbered_in(from_tree(found.packed))), to_tree(parts)
 
     taken = read_on_rank_zero(world, read)
     if taken is None:
         return None
-    (line, origin), packed = taken
+    (line, origin, names), packed = taken
     with world.failing_together(TypeError, ValueError, RuntimeError):
+        _check_order(numbered(state, find_parameters(state)), names, origin)
         _restore(takers, from_tree(packed), origin)
     world.say(line)
     return origin
 
 
+def _check_order(here: Mapping[str, list[str]], there: Mapping[str, list[str]], origin: str) -> None:
+    """Raise ValueError if an optimizer has the parameters of the other run in another order."""
+    for name in here.keys() & there.keys():
+        own, kept = ([one.replace(_COMPILED, "") for one in names[name]] for names in (here, there))
+        if own != kept and sorted(own) == sorted(kept):
+            number = next(n for n, pair in enumerate(zip(own, kept, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"state[{name!r}] does not fit {origin}: an optimizer's state belongs to its parameters by their "
+                f"order, and number {number + 1} is {own[number]}, there {kept[number]}. {_REMEDY}"
+            )
+
+
 def _restore(takers: Mapping[str, object], kept: Mapping[str, Any], origin: str) -> None:
     """Check all parts, and only then change them."""
     fitting: list[tuple[object, Any]] = []
+    origins: dict[torch.Tensor, torch.Tensor] = {}  # of parameters, the values there
     for name, values in kept.items():
         taker = takers[name]
         fitted, wrong = (_moments_for if isinstance(taker, Optimizer) else _weights_for)(taker, values)
@@ -337,7 +352,12 @@ def _restore(takers: Mapping[str, object], kept: Mapping[str, Any], origin: str)
             what = "; ".join(wrong[:_DIFFERENCES])
             raise ValueError(f"state[{name!r}] does not fit {origin}: {what}{more}. {_REMEDY}")
         fitting.append((taker, fitted))
+        if isinstance(taker, nn.Module):
+            parameters = dict(taker.named_parameters(remove_duplicate=False))
+            origins |= {one: fitted[name] for name, one in parameters.items() if name in fitted}
     for taker, fitted in fitting:
+        if isinstance(taker, Optimizer):
+            fitted["state"] = _formed(taker, fitted, origins)
         restore_part(taker, fitted, dict(objects_in(taker)))
 
 
@@ -369,11 +389,38 @@ def _moments_for(optimizer: Any, values: Any) -> tuple[Any, list[str]]:
     if lacking:
         wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
     pairs = list(zip(own, kept, strict=False))
-    for flag in ("amsgrad", "centered"):  # settings of torch's optimizers with which they keep more
-        if values["state"] and any(mine.get(flag) and group.get(flag) is False for mine, group in pairs):
+    stateful = [pair for pair in pairs if any(number in values["state"] for number in pair[1]["params"])]
+    for flag in ("amsgrad", "centered", "momentum"):  # settings of torch's optimizers with which they keep more
+        if any(mine.get(flag) and not group.get(flag, True) for mine, group in stateful):
             wrong.append(f"it has {flag}, and the one there kept no state for it")
     groups = [{**mine, "params": group["params"]} for mine, group in pairs]
     return {**values, "param_groups": groups}, wrong
+
+
+def _formed(
+    optimizer: Optimizer, kept: Mapping[str, Any], origins: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[Any, Any]:
+    """The optimizer's state in the memory formats and the dtypes of its parameters, where theirs were others there.
+
+    Torch's fused optimizers on the CPU combine elements by their place in memory, and so took moments of others.
+    """
+    state = dict(kept["state"])
+    for own, there in zip(optimizer.param_groups, kept["param_groups"], strict=True):
+        for parameter, number in zip(own["params"], there["params"], strict=True):
+            if parameter in origins and isinstance(state.get(number), Mapping):
+                origin = origins[parameter]
+                state[number] = {key: _like(parameter, origin, key, one) for key, one in state[number].items()}
+    return state
+
+
+def _like(parameter: torch.Tensor, origin: torch.Tensor, name: str, value: Any) -> Any:
+    """A value of an optimizer's state, for a parameter with the values of `origin`."""
+    if name == "step" or not isinstance(value, torch.Tensor):
+        return value
+    dtype = parameter.dtype if value.dtype == origin.dtype else value.dtype  # else an optimizer's own, as float32
+    if value.shape != parameter.shape:
+        return value.to(dtype)
+    return torch.empty_like(parameter, dtype=dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _shape(value: Any) -> str:

@@ -85,6 +85,18 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1)).double()
 
 
+def single() -> nn.Module:
+    return network().float()
+
+
+def by_columns() -> nn.Module:
+    """The weights in another memory format, as by channels_last."""
+    model = network()
+    weight = next(model.parameters())
+    weight.data = weight.detach().t().contiguous().t()
+    return model
+
+
 def begin_with(world: dl.World, folder: str, model: Callable[[], nn.Module], *others: object) -> None:
     loop_over(world, folder, model(), *others)
 
@@ -98,6 +110,18 @@ def begin_with(world: dl.World, folder: str, model: Callable[[], nn.Module], *ot
             (),
             "ValueError",
             r"state\['model'\] does not fit the checkpoint .*size mis.*resume=False to start over",
+        ),
+        (
+            single,
+            (),
+            "ValueError",
+            r"weight is torch\.float32 .* in the checkpoint torch\.float64 .*that dtype and memory format, or .*_from=",
+        ),
+        (
+            by_columns,
+            (),
+            "ValueError",
+            r"weight is torch\.float64 with strides \(1, 6\), in .*64 with strides \(4, 1\)\.",
         ),
         (network, ({},), "ValueError", r"the checkpoint \['model'\]\. Pass the same names, or resume=False"),
         (

@@ -17,22 +17,24 @@ from torch.optim.swa_utils import AveragedModel
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught
-from tests.support.refusals import loop_over, network
+from tests.support.refusals import loop_over, loss_of, network
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, lines_of, rows_of, status_of
 from tests.support.trained_runs import NAMES, Tied, flip_tensors, rows, train_run
 
 
 def started(
-    source: str | Path, folder: str | Path | None = None, *, steps: int = 1, width: int = 4, kind: str = "Adam",
-    more: bool = False, compiled: bool = False, names: tuple[str, str] = ("model", "optimizer"),
-    settings: dict[str, Any] | None = None, **keywords: Any,
+    source: str | Path | None, folder: str | Path | None = None, *, steps: int = 1, width: int = 4, kind: str = "Adam",
+    more: bool = False, compiled: bool = False, is_reversed: bool = False, settings: dict[str, Any] | None = None,
+    names: tuple[str, str] = ("model", "optimizer"), **keywords: Any,
 ) -> tuple[dict[str, str], Mapping[str, Any], list[int]]:  # fmt: skip
     """What a new run has before its first step: digests, the optimizer's state; and the steps that it makes."""
     with dl.join_world(seed=9) as world:
         model = Tied(width)
         made = list[int]()
         used = torch.compile(model, backend="eager") if compiled else model
-        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.2, **(settings or {}))
+        optimizer = getattr(torch.optim, kind)(
+            [*model.parameters()][:: -1 if is_reversed else 1], lr=0.2, **(settings or {})
+        )
         state: dict[str, Any] = dict(zip(names, (used, optimizer), strict=True))
         state["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, 10)
         if more:
@@ -124,6 +126,46 @@ def test_compiled_and_plain_models_take_each_others_weights(here: bool, there: b
     assert started(tmp_path / "run", compiled=here)[0] == digests({"model": dl.load(tmp_path / "run")})
 
 
+def weights_after(folder: str, source: str | None, form: str, fused: bool = False) -> list[torch.Tensor]:
+    """The weights after a step of Adam, which may begin with another run's; in a memory format or a dtype."""
+    with dl.join_world(seed=9) as world:
+        model = network()
+        if form == "columns":  # as by channels_last
+            weight = next(model.parameters())
+            weight.data = weight.detach().t().contiguous().t()
+        model = model.float() if form == "single" else model
+        adam = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused, foreach=False)
+        for step in loop_over(world, folder, model, adam, steps=1, resume_from=source):
+            for rows in step:
+                step.backward(loss_of(model, rows.to(next(model.parameters()).dtype)))
+            step.fold()
+            adam.step()
+        return [one.detach().double() for one in model.parameters()]
+
+
+@pytest.mark.parametrize(("form", "fused"), [("columns", True), ("single", False)])
+def test_moments_take_the_memory_format_and_the_dtype_of_their_parameters(
+    form: str, fused: bool, tmp_path: Path
+) -> None:
+    source = str(tmp_path / "source")
+    weights_after(source, None, "rows")
+    expected = weights_after(str(tmp_path / "rows"), source, "rows", fused)
+    found = weights_after(str(tmp_path / "other"), source, form, fused)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("RMSprop", "it has momentum, and the one there kept no state for it"), ("SGD", "")]
+)
+def test_momentum_begins_where_the_other_run_kept_none_unless_an_optimizer_needs_it(
+    kind: str, said: str, tmp_path: Path
+) -> None:
+    started(None, tmp_path / "source", kind=kind)
+    error = caught(partial(started, tmp_path / "source", kind=kind, settings={"momentum": 0.9}))[1]
+    assert said in error if said else error == ""
+
+
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -149,6 +191,11 @@ def refused_start(source: str, folder: str, **keywords: Any) -> str:
             "run",
             {"settings": {"amsgrad": True}},
             r"state\['optimizer'\] does not fit .*: it has amsgrad, and the one there kept no state for it",
+        ),
+        (
+            "run",
+            {"is_reversed": True},
+            r"state\['optimizer'\] does not fit .* by their order, and number 1 is model\.\w+\.\w+, there model\.first",
         ),
         (
             "run",
