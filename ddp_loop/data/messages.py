@@ -76,7 +76,8 @@ class Message:
 
     def pin_memory(self) -> Message:
         """The message in pinned memory, which torch asks for. It would refuse data that a data set keeps on a GPU."""
-        is_here = all(accelerator_of(tensor.device).is_host for tensor in tensors_in(self.data))
+        devices = (getattr(one, "device", None) for one in tensors_in(self.data))  # a PackedSequence has none
+        is_here = all(accelerator_of(device).is_host for device in devices if isinstance(device, torch.device))
         return Message(pin_memory(self.data)) if is_here else self
 
     def received(self) -> Any:
