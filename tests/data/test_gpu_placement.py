@@ -278,6 +278,10 @@ def packed(samples: list[torch.Tensor]) -> PackedSequence:
     return pack_sequence([torch.cat(samples)])
 
 
+def encoded_on_gpu(samples: list[torch.Tensor]) -> Encoding:
+    return encoded(samples).to(torch.device("cuda"))
+
+
 def read_objects(collate_fn: Any, workers: int) -> tuple[list[str], list[list[float]]]:
     with dl.join_world(device="gpu", seed=0) as world:
         data = held(torch.device("cpu"))
@@ -287,7 +291,7 @@ def read_objects(collate_fn: Any, workers: int) -> tuple[list[str], list[list[fl
         return [str(one.device) for one in rows], [one.tolist() for one in rows]
 
 
-@pytest.mark.parametrize(("collate_fn", "workers"), [(encoded, 0), (encoded, 1), (packed, 0)])
+@pytest.mark.parametrize(("collate_fn", "workers"), [(encoded, 0), (encoded, 1), (encoded_on_gpu, 0), (packed, 0)])
 def test_shards_that_are_objects_without_a_device_arrive_on_the_gpu(
     collate_fn: Any, workers: int, on_fake_gpus: OnRanks
 ) -> None:
