@@ -45,7 +45,8 @@ class Average:
     """A mean of weights of a script's own, which keeps the tensors that it gets."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = {"weights": [(one.detach().clone(), 0) for one in model.parameters()], "count": Counter(steps=0)}
+        weights = [(one.detach().clone(), 0) for one in model.parameters()]
+        self.kept: dict[str, Any] = {"weights": weights, "count": Counter(steps=0)}
 
     def update(self, model: nn.Module) -> None:
         pairs = zip(self.kept["weights"], model.parameters(), strict=True)
