@@ -378,10 +378,26 @@ def restore_part(value: Any, kept: Any, same: Collection[str] = ()) -> None:
                 raise ValueError(f"group {number} of this {type(value).__name__} needs {missing}")
         _keep_bits(value, kept)
         value._opt_called = True  # type: ignore[attr-defined]  # else torch warns of a scheduler that steps before it
-    elif hasattr(value, "load_state_dict"):
+    elif isinstance(value, nn.Module):
         value.load_state_dict(kept)
+    elif hasattr(value, "load_state_dict"):  # it may keep the tensors that it gets
+        value.load_state_dict(_placed(value.state_dict(), kept))
     else:
         _fill(value, kept, same)
+
+
+def _placed(own: Any, kept: Any) -> Any:
+    """The kept values, with each tensor on the device of the one in its place; dicts and lists are changed in place."""
+    if isinstance(own, torch.Tensor) and isinstance(kept, torch.Tensor):
+        return kept.to(own.device)
+    if isinstance(own, Mapping) and isinstance(kept, MutableMapping):
+        for key in own.keys() & kept.keys():
+            kept[key] = _placed(own[key], kept[key])
+    elif isinstance(own, list) and isinstance(kept, list):
+        kept[: len(own)] = map(_placed, own, kept)
+    elif type(own) is type(kept) is tuple and len(own) == len(kept):
+        return tuple(map(_placed, own, kept))
+    return kept
 
 
 def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any], same: Collection[str], path: str = "") -> None:

@@ -16,7 +16,7 @@ traceback, and the process that trains would wait for it forever.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
@@ -76,14 +76,24 @@ class Message:
 
     def pin_memory(self) -> Message:
         """The message in pinned memory, which torch asks for. It would refuse data that a data set keeps on a GPU."""
-        is_here = all(accelerator_of(tensor.device).is_host for tensor in tensors_in(self.data))
-        return Message(pin_memory(self.data)) if is_here else self
+        return Message(pin_memory(self.data)) if _is_on_host(self.data) else self
 
     def received(self) -> Any:
         """The data, in memory of this process."""
         if not self.has_copies:
             return self.data
         return map_tensors(lambda one: one.tensor() if isinstance(one, _Copied) else one, self.data, _Copied)
+
+
+def _is_on_host(data: Any) -> bool:
+    """Whether no tensor is known to be on a GPU; objects such as a `PackedSequence` name no device."""
+    for one in tensors_in(data):
+        device = getattr(one, "device", None)
+        if isinstance(device, torch.device) and not accelerator_of(device).is_host:
+            return False
+        if isinstance(one, Mapping) and not _is_on_host(dict(one)):  # with a `to`, as a tokenizer's BatchEncoding
+            return False
+    return True
 
 
 def _can_be_copied(tensor: Any) -> bool:

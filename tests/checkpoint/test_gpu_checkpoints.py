@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+import ddp_loop as dl
 from ddp_loop.checkpoint import staging
 from ddp_loop.determinism import checksum_all
 from tests.support.gpu_runs import train
 from tests.support.harness import OnRanks
+from tests.support.training import mean_square, sgd, take
 
 
 def train_in_small_blocks(folder: str, steps: int) -> tuple[int, str]:
@@ -34,6 +39,47 @@ def test_a_run_goes_from_gpus_to_the_cpu_and_back(on_fake_gpus: OnRanks, tmp_pat
     on_fake_gpus(2, train, folder, 2)
     assert on_fake_gpus(1, train, folder, 4, "cpu")[0][0] == 4
     assert {steps for steps, _ in on_fake_gpus(2, train, folder, 6)} == {6}
+
+
+class Average:
+    """A mean of weights of a script's own, which keeps the tensors that it gets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        weights = [(one.detach().clone(), 0) for one in model.parameters()]
+        self.kept: dict[str, Any] = {"weights": weights, "count": Counter(steps=0)}
+
+    def update(self, model: nn.Module) -> None:
+        pairs = zip(self.kept["weights"], model.parameters(), strict=True)
+        self.kept["weights"] = [((mean + one.detach()) / 2, number + 1) for (mean, number), one in pairs]
+        self.kept["count"]["steps"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def train_with_average(folder: str, steps: int, device: str = "gpu") -> tuple[list[float], int]:
+    with dl.join_world(device=device, seed=0) as world:
+        model = nn.Linear(4, 1).to(world.device)
+        average = Average(model)
+        batches = dl.Batches(torch.ones(12, 4), 6, world, shards=2)
+        state = {"model": model, "average": average}
+        optimizer = sgd(model)
+        for step in dl.Loop(batches, steps=steps, state=state, run_dir=folder, progress=False):
+            take(step, model, mean_square)
+            optimizer.step()
+            average.update(model)
+        return average.kept["weights"][0][0].flatten().tolist(), average.kept["count"]["steps"]
+
+
+@pytest.mark.covers("J18")
+def test_tensors_of_a_scripts_own_object_come_back_to_its_gpu(on_fake_gpus: OnRanks, tmp_path: Path) -> None:
+    whole = on_fake_gpus(1, train_with_average, str(tmp_path / "whole"), 6)[0]
+    on_fake_gpus(2, train_with_average, str(tmp_path / "parts"), 2)
+    on_fake_gpus(1, train_with_average, str(tmp_path / "parts"), 4, "cpu")
+    assert on_fake_gpus(2, train_with_average, str(tmp_path / "parts"), 6) == [whole] * 2
 
 
 def sums_of_both() -> tuple[list[int], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import UserDict
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ddp_loop as dl
 from ddp_loop.data import ReadAhead, placement
@@ -259,6 +261,41 @@ def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[flo
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_the_host_is_pinned_and_has_a_fingerprint(workers: int, on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, read_a_data_set_of_the_host, workers) == [([True] * 2, ROWS, True)]
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """A dict with a `to`, as the BatchEncoding of Hugging Face's tokenizers."""
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({name: rows.to(device) for name, rows in self.items()})
+
+
+def encoded(samples: list[torch.Tensor]) -> Encoding:
+    return Encoding({"data": torch.cat(samples)})
+
+
+def packed(samples: list[torch.Tensor]) -> PackedSequence:
+    return pack_sequence([torch.cat(samples)])
+
+
+def encoded_on_gpu(samples: list[torch.Tensor]) -> Encoding:
+    return encoded(samples).to(torch.device("cuda"))
+
+
+def read_objects(collate_fn: Any, workers: int) -> tuple[list[str], list[list[float]]]:
+    with dl.join_world(device="gpu", seed=0) as world:
+        data = held(torch.device("cpu"))
+        batches = dl.Batches(data, 4, world, shuffle=False, collate_fn=collate_fn, num_workers=workers)
+        shards = [loaded.data(0) for loaded in batches.epoch(1)]
+        rows = [one["data"] if isinstance(one, Encoding) else one.data for one in shards]
+        return [str(one.device) for one in rows], [one.tolist() for one in rows]
+
+
+@pytest.mark.parametrize(("collate_fn", "workers"), [(encoded, 0), (encoded, 1), (encoded_on_gpu, 0), (packed, 0)])
+def test_shards_that_are_objects_without_a_device_arrive_on_the_gpu(
+    collate_fn: Any, workers: int, on_fake_gpus: OnRanks
+) -> None:
+    assert on_fake_gpus(1, read_objects, collate_fn, workers) == [(["cuda:0"] * 2, ROWS)]
 
 
 def free_after_a_peak() -> bool:
