@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, islice, repeat
 from typing import Any
 
@@ -546,7 +547,7 @@ class Batches:
     def __iter__(self) -> Generator[Any, None, None]:
         """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.
 
-        Each sample occurs once, on one rank. Add up the ranks' results afterwards::
+        Every rank must call this. Each sample occurs once, on one rank. Add up the ranks' results afterwards::
 
             for images, labels in test_batches:
                 right += (model(images).argmax(1) == labels).sum()
@@ -564,6 +565,8 @@ class Batches:
         for loaded in self.epoch(1):
             for number in range(len(loaded.mini_batch.shards)):
                 yield loaded.data(number)
+        if self._own is None and self.partition != "own":  # one rank alone would take its part for all data
+            self.world.defer(partial(self.world.require_equal, "the length of Batches in a plain `for`", self.length))
 
     def _changed(self, mini_batch: MiniBatch, shard: Shard, data: Any) -> Any:
         if self._transform is None:

@@ -53,6 +53,10 @@ _TWO_ROWS = 4  # samples of a shard with two in each half; single gradients span
 _MOST = 4096  # elements of a gradient that are kept
 _ELEMENTS = 8  # the fewest elements of a gradient that a relation must fit
 
+_RATIOS = (
+    " A ratio of two sums over the mini-batch, such as Dice, has no such number: hold what it needs by step.hold, and "
+    "divide after step.gather (docs/migrate.md)."
+)
 SCALES = (
     "{found}: a loss that scales with the shard, since it is a sum over its samples, or was weighted by hand (loss * "
     "len(inputs) / step.samples), or divided by the number of ranks. Pass a sum as "
@@ -68,7 +72,7 @@ GROWS = (
 WEIGHS = (
     "The shards' gradients give those of the other run with the weights {weights}; the weights by samples are "
     "{shares}. Is the loss a mean over something other than the samples (tokens, boxes)? Then give weight=, the "
-    "shard's number of them, to step.backward."
+    "shard's number of them, to step.backward." + _RATIOS
 )
 
 
@@ -85,7 +89,7 @@ AVERAGES = (
 WEIGHS_PARTS = (
     "shard {number} has the loss and the gradients that its halves give with the weights {weights}, but the halves "
     "count {shares}. Is the loss a mean over something other than the samples (tokens, boxes)? Then give weight=, the "
-    "shard's number of them, to step.backward."
+    "shard's number of them, to step.backward." + _RATIOS
 )
 PENALTY = (
     "a part of the loss does not depend on the samples, such as a penalty on the parameters. Beside a loss with "

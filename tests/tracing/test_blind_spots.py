@@ -257,6 +257,10 @@ def test_a_loss_that_scales_with_the_shard_is_reported(
     ("changes", "hinted"),
     [
         ({"LOSS": "(cross_entropy(logits, y, reduction='none') * x[:, 0]).sum() / x[:, 0].sum()"}, "give weight="),
+        (
+            {"LOSS": "-(logits.softmax(1)[:, 0] * y).sum() / (logits.softmax(1)[:, 0] + y).sum()"},
+            "such as Dice, has no such",
+        ),
         ({"LOSS": "cross_entropy(logits, y) * world.size"}, "a loss that grows with the number of shards"),
         ({"LOSS": "cross_entropy(nn.functional.dropout(logits), y)"}, "dropout"),
         ({"LOSS": "cross_entropy(logits / logits.std(0), y)"}, "by its statistics (batch norm)"),

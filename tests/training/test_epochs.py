@@ -201,3 +201,16 @@ def go_over_batches_for_training(world: dl.World, folder: str, endless: bool) ->
 def test_a_plain_for_over_batches_for_training_is_refused(endless: bool, why: str, refused: Refused) -> None:
     said = f"for evaluation. These {why}. Pass shuffle=False"
     refused(2, go_over_batches_for_training, endless, kind="ValueError", said=said)
+
+
+def go_over_batches_alone(world: dl.World, folder: str) -> None:
+    batches = dl.Batches(samples(6), 3, world, shuffle=False)
+    if world.rank == 0:
+        assert len(list(batches)) == 2
+    for step in loop_over(world, None, model := network()):
+        make(step, model)
+
+
+def test_a_plain_for_on_one_rank_alone_is_refused(refused: Refused) -> None:
+    said = "rank 0 is at a gather of the length of Batches in a plain `for`"
+    refused(2, go_over_batches_alone, kind="Parted", said=said, by=None)
