@@ -562,11 +562,15 @@ class Batches:
                 + ("These are shuffled" if self.shuffle else "These never end")
                 + ". Pass shuffle=False and a length, or train with `for step in dl.Loop(batches, ...)`."
             )
+        is_divided = self._own is None and self.partition != "own"
+        last_whole = max((self.length or 0) // self.batch_size, 1) - 1  # a smaller one may have no shard for some ranks
         for loaded in self.epoch(1):
             for number in range(len(loaded.mini_batch.shards)):
                 yield loaded.data(number)
-        if self._own is None and self.partition != "own":  # one rank alone would take its part for all data
-            self.world.defer(partial(self.world.require_equal, "the length of Batches in a plain `for`", self.length))
+            if is_divided and loaded.mini_batch.position == last_whole:
+                # One rank alone would take its part for all data. Loops that all leave early end before this.
+                compare = partial(self.world.require_equal, "the length of Batches in a plain `for`", self.length)
+                self.world.defer(compare)
 
     def _changed(self, mini_batch: MiniBatch, shard: Shard, data: Any) -> Any:
         if self._transform is None:

@@ -230,7 +230,8 @@ def find_culprit(
         rank = min(ended)
         return rank, (
             f"{capital(names[rank])} left the world without an error while others were in a collective, and every rank "
-            "must take part in every collective. Leave loops and call evaluate on all ranks alike."
+            "must take part in every collective. Leave loops, call evaluate, and go over Batches in a plain `for`, on "
+            "all ranks alike."
         )
     if silent := [rank for rank in range(len(names)) if rank not in here]:
         return silent[0], (

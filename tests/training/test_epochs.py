@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, in_world
 from tests.support.refusals import Refused, loop_over, mean_of, network, samples
 from tests.support.sources import Streamed
 from tests.support.training import loop_on, sgd, take
@@ -209,6 +209,17 @@ def go_over_batches_alone(world: dl.World, folder: str) -> None:
         assert len(list(batches)) == 2
     for step in loop_over(world, None, model := network()):
         make(step, model)
+
+
+def leave_after(world: dl.World, shards: int) -> int:
+    read = list(islice(dl.Batches(samples(7), 3, world, shuffle=False), shards))
+    return int(world.sum(torch.tensor(len(read))))
+
+
+@pytest.mark.parametrize("shards", range(5))
+def test_a_plain_for_that_all_ranks_leave_early_is_none_on_one_rank_alone(shards: int, on_ranks: OnRanks) -> None:
+    read = min(shards, 3) + min(shards, 2)  # the last mini-batch has one sample, on rank 0
+    assert on_ranks(2, in_world, leave_after, shards) == [read, read]
 
 
 def test_a_plain_for_on_one_rank_alone_is_refused(refused: Refused) -> None:
