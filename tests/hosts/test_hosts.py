@@ -96,6 +96,14 @@ def test_ranks_without_a_fault_are_ready_and_leave_nothing(on_ranks: OnRanks, fo
     assert sorted(os.listdir(folder)) == ["own", "shared"]
 
 
+def test_a_late_look_still_sees_a_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_SEEN_S", -1.0)  # as of a process that did not run meanwhile
+    path = tmp_path / "written"
+    assert not command._sees(path)
+    path.touch()
+    assert command._sees(path)
+
+
 def test_a_rank_of_a_version_that_says_more_is_understood(on_ranks: OnRanks, folder: str) -> None:
     found = on_ranks(2, check, "words", 0, folder)
     assert [good for good, _, _ in found] == [True] * 2
