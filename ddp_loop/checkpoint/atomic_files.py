@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-REPAIR = "Make room there, make it writable, or put it back. Earlier lines and checkpoints are intact."
+REPAIR = "Make room there, make it writable, or put it back."
 _PRIVATE = 0o600
 _open_private = partial(os.open, mode=_PRIVATE)
 SAVING = ".saving-"
@@ -181,10 +181,12 @@ def open_private(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def explained(what: str, remedy: str) -> Iterator[None]:
+def explained(what: str, remedy: str = REPAIR) -> Iterator[None]:
     """Raise an OSError of the block as one whose message has the failed work, the cause and the remedy."""
     try:
         yield
     except OSError as error:
+        if remedy == REPAIR and not isinstance(error, FileNotFoundError):  # what is not there may be lost
+            remedy += " Earlier lines and checkpoints are intact."
         limit = " See ulimit -f." if error.errno == errno.EFBIG else ""
         raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}{limit}") from error

@@ -22,13 +22,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
 import torch
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
+from ddp_loop.checkpoint.atomic_files import explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
@@ -69,6 +70,9 @@ class CheckpointPolicy:
         every_s: save also when this many seconds have passed since the last save began.
         keep_last: how many of the newest checkpoints are kept, beside the best one.
         on_error: whether a failed save raises or warns.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     every: int | None = None
@@ -76,12 +80,11 @@ class CheckpointPolicy:
     keep_last: int = 3
     on_error: OnSaveError = "raise"
 
-    def check(self) -> None:
-        """Raise ValueError if a value is out of range."""
+    def __post_init__(self) -> None:
         for name, value in (("save_every", self.every), ("keep_last", self.keep_last)):
             if value is not None:
                 check_count(name, value)
-        if not self.every_s > 0:
+        if not (isinstance(self.every_s, Real) and self.every_s > 0):
             raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
         if self.on_error not in get_args(OnSaveError):
             raise ValueError(f"on_save_error must be one of {get_args(OnSaveError)}. Got {self.on_error!r}.")
@@ -203,7 +206,6 @@ class Checkpointer:
         settings: dict[str, object] = {}
 
         def take() -> None:
-            self._policy.check()
             self._job.check_restorable()
             settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
             settings.update(self._job.settings())
@@ -398,7 +400,7 @@ class Checkpointer:
                 facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
                 facts |= {"checksums": dict(zip(names, checksums.tolist(), strict=True)), "files": dict(files)}
                 what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
-                with explained(what, REPAIR):
+                with explained(what):
                     sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
                 self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
                 self.missing.pop("checkpoint", None)

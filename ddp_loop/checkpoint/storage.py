@@ -21,7 +21,6 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import (
     DELETING,
-    REPAIR,
     SAVING,
     bytes_of,
     explained,
@@ -149,7 +148,7 @@ class CheckpointStore:
         state = _json("The state", packed.structure, STATE_BYTES)
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
         what = f"The checkpoint of step {iteration} could not be written to {self.folder}"
-        with explained(what, REPAIR), ExitStack() as ending:
+        with explained(what), ExitStack() as ending:
             ending.callback(shutil.rmtree, temporary, ignore_errors=True)
             if self._has_run and run_id_of(self.folder.parent) != self._run_id:
                 raise FileNotFoundError(errno.ENOENT, f"{self.folder.parent} is no longer the folder of this run")
@@ -189,7 +188,7 @@ class CheckpointStore:
             said = self._manifest(folder, path.name) | {"score": score}
         del said["sha256"]
         temporary = self.folder / f"{SAVING}{path.name}-{secrets.token_hex(4)}"
-        with explained(f"The score of {path} could not be written", REPAIR):
+        with explained(f"The score of {path} could not be written"):
             with replacing(path / MANIFEST, temporary):
                 write_new(temporary, [_sealed(said)])
             sync_folder(path)
@@ -254,7 +253,7 @@ class CheckpointStore:
         targets = []
         for path in sorted(counted & {path for one in self.refused for path in (one.path, one.path.parent)}):
             target = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
-            with explained(f"The corrupt checkpoint {path} could not be renamed", REPAIR):
+            with explained(f"The corrupt checkpoint {path} could not be renamed"):
                 path.rename(target)
             targets.append(target)
         return targets

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,18 +49,17 @@ class StepProfile:
         self, world: World, steps: int, workers: int | None, path: Path | None, traces: Path | None, *, prints: bool
     ) -> None:
         self._world = world
-        self._steps = steps
         self._path = path
         self._traces = traces
         self._prints = prints
         self._where = Surroundings.of(world, workers, WARM_UP, steps)
         self.clock = PhaseClock(world.accelerator)
         self._key = f"profile/{world.store.number()}"
-        self._began = self._measured = self._samples = self._shards = 0
-        self._in_step = self._is_put = self._is_reported = False
+        self._began = self._ended = 0  # steps
+        self._sizes: list[list[int]] = []  # the samples of each shard, for each measured step
         self._reads: Counter[str] = Counter()
-        self._measuring = ExitStack()
-        self._tracer: torch.profiler.profile | None = None
+        self._observers = ExitStack()  # of reads on the host, and then of the Chrome trace
+        self._is_put = self._is_reported = False
         world.on_leaving(self.close)
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -67,27 +67,25 @@ class StepProfile:
     def begin(self, mini_batch: MiniBatch) -> None:
         """A step begins, with this mini-batch."""
         self._began += 1
-        self._in_step = True
         if self._began > WARM_UP and not self._is_put:
-            self._samples += sum(shard.samples for shard in mini_batch.shards)
-            self._shards = max(self._shards, len(mini_batch.shards))
+            self._sizes.append([shard.samples for shard in mini_batch.shards])
 
     def end(self) -> None:
         """The step that began last has ended, if any has; its time goes on until the next cut."""
-        if not self._in_step:
+        if self._ended == self._began:
             return
-        self._in_step = False
+        self._ended = self._began
         self.clock.end_step()
-        if self._began == WARM_UP:
-            self._measuring.enter_context(self._world.accelerator.host_reads(self._see_read))
+        asked = self._where.asked
+        if self._ended == WARM_UP:
+            self._observers.enter_context(self._world.accelerator.host_reads(self._see_read))
             self.clock.start()
-        elif self._began > WARM_UP and not self._is_put:
-            self._measured += 1
-            if self._measured == self._steps:
-                self._put()
-                self._begin_trace()
-        elif self._began == WARM_UP + self._steps + TRACED:
-            self._end_trace()
+        elif self._ended == WARM_UP + asked and not self._is_put:
+            self._put()
+            if self._traces is not None:
+                self._observers.enter_context(self._chrome_trace(self._traces))
+        elif self._ended == WARM_UP + asked + TRACED:
+            self._observers.close()
         if self._is_put and not self._is_reported:
             self._report(patience_s=0.0)
 
@@ -99,7 +97,7 @@ class StepProfile:
         self._world.forget(self.close)
         if not self._began:
             return  # the loop made no step
-        self._end_trace()
+        self._observers.close()
         if not self._is_put:
             self._put()
         self._report(patience_s=_PATIENCE_S)
@@ -109,15 +107,15 @@ class StepProfile:
     def _put(self) -> None:
         """End measuring, and put this rank's times into the store. See [Note: Without a collective]."""
         self._is_put = True
-        self._measuring.close()
+        self._observers.close()
         self.clock.stop()
-        steps = self._measured
+        steps = max(self._ended - WARM_UP, 0)
         times = RankTimes.of(
             self._world.rank,
             steps,
             self.clock.spent,
-            samples=self._samples / max(steps, 1),
-            shards=self._shards,
+            samples=sum(map(sum, self._sizes)) / max(steps, 1),
+            shards=max(map(len, self._sizes), default=0),
             reads={place: number / max(steps, 1) for place, number in self._reads.most_common(3)},
             can_fuse=self.clock.has_unfused,
         )
@@ -151,27 +149,21 @@ class StepProfile:
         if self._prints:
             self._world.print("\n".join(profile.lines()))
 
-    # -- the Chrome trace ----------------------------------------------------------------------------------
-
-    def _begin_trace(self) -> None:
-        if self._traces is None:
-            return
+    @contextmanager
+    def _chrome_trace(self, folder: Path) -> Iterator[None]:
+        """Write a Chrome trace of the block into the folder."""
         if torch.autograd._profiler_enabled():  # a second one would end it without a result
             self._world.say("No Chrome trace is written, since the script runs torch's profiler itself.")
+            yield
             return
-        self._tracer = torch.profiler.profile(acc_events=True)  # of the CPU, and of the device where torch supports it
-        self._tracer.start()
+        tracer = torch.profiler.profile(acc_events=True)  # of the CPU, and of the device where torch supports it
+        tracer.start()
         self.clock.annotate()
-
-    def _end_trace(self) -> None:
-        tracer = self._tracer
-        self._tracer = None
-        if tracer is None or self._traces is None:
-            return
+        yield
         self.clock.stop_annotating()
         tracer.stop()
         try:
-            self._traces.mkdir(parents=True, exist_ok=True)
-            tracer.export_chrome_trace(str(self._traces / f"trace-rank-{self._world.rank}.json"))
+            folder.mkdir(parents=True, exist_ok=True)
+            tracer.export_chrome_trace(str(folder / f"trace-rank-{self._world.rank}.json"))
         except (OSError, RuntimeError) as error:
-            self._world.say(f"No Chrome trace is written into {self._traces} ({error}). Training continues.")
+            self._world.say(f"No Chrome trace is written into {folder} ({error}). Training continues.")

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.checkpoint import REPAIR, FileSum, explained, identity, sync_folder
+from ddp_loop.checkpoint import FileSum, explained, identity, sync_folder
 from ddp_loop.distributed import listed
 
 # [Note: Cut back] A resumed run cuts its files back to its checkpoint and appends again, so a file can have the same
@@ -457,8 +457,7 @@ class JsonlWriter:
         self._summed = 0  # of these lines, and how many bytes they have
         self._lines: list[str] = []
         self.lost = 0
-        self._problem: OSError | None = None  # while the file cannot be written
-        self._is_over = path is None
+        self._state: Literal["writes", "fails", "over"] = "over" if path is None else "writes"
         self.elapsed_s = 0.0
         self.known: list[dict[str, Any]] = []
         self.notice = ""
@@ -481,7 +480,7 @@ class JsonlWriter:
 
     def add(self, line: str) -> None:
         """Add a line, which the next `flush` writes."""
-        if not self._is_over:
+        if self._state != "over":
             self._lines.append(line)
 
     def flush(self) -> None:
@@ -494,13 +493,13 @@ class JsonlWriter:
             self._write()
         except OSError as error:
             if self._on_full == "raise":
-                self._is_over = True
+                self._state = "over"
                 self._close_file()
                 raise
-            if self._problem is None:
+            if self._state == "writes":
                 fate = "wait in memory" if self._on_full == "keep" else "are dropped"
                 self._warn(f"{error} Until then new lines {fate}; training continues.")
-            self._problem = error
+            self._state = "fails"
             self.lost += max(0, len(self._lines) - MOST_LINES)
             del self._lines[: -MOST_LINES if self._on_full == "keep" else None]
         if self._on_full == "drop":
@@ -511,14 +510,16 @@ class JsonlWriter:
         try:
             self._write()
         except OSError as error:
-            self._warn(f"The last {len(self._lines)} lines were not written. {error}")
-            self.lost += len(self._lines)
+            count = len(self._lines)
+            what = "The last line was" if count == 1 else f"The last {count} lines were"
+            self._warn(f"{what} not written. {error}")
+            self.lost += count
         finally:
-            self._is_over = True
+            self._state = "over"
             self._close_file()
 
     def _write(self) -> None:
-        if not self._lines or self._is_over:
+        if not self._lines or self._state == "over":
             return
         data = "".join(self._lines).encode()
         with self._explaining():
@@ -530,10 +531,10 @@ class JsonlWriter:
         self._size += len(data)
         self._sum.update(data)
         self._summed += len(data)
-        if self._problem is not None:
+        if self._state == "fails":
             self._warn(f"{self._path} can be written again. Lines added: {len(self._lines)}.")
         self._lines = []
-        self._problem = None
+        self._state = "writes"
 
     def _open(self) -> FileIO:
         if self._file is None:
@@ -621,7 +622,7 @@ class JsonlWriter:
         return notices
 
     def _explaining(self) -> AbstractContextManager[None]:
-        return explained(f"{self._path} cannot be written", REPAIR)
+        return explained(f"{self._path} cannot be written")
 
 
 @dataclass(frozen=True)

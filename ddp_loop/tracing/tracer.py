@@ -97,8 +97,8 @@ class Tracer:
         batches: of the loop.
         state: of the loop.
         ordered: whether the loop's fold has a fixed order.
-        values: whether to keep values beside the digests: rank 0 the mini-batch's, each rank its
-        shards.
+        request: for values beside the digests: rank 0 keeps the mini-batch's, each rank its shards'. None for digests
+            alone.
     """
 
     def __init__(
@@ -108,23 +108,17 @@ class Tracer:
         state: Mapping[str, object],
         *,
         ordered: bool,
-        values: bool,
+        request: TraceRequest | None,
     ) -> None:
         world = batches.world
         self._state = state
-        self._indices = batches.indices
-        request = _REQUEST.get() if values else None
-        self._world = world
+        self._batches = batches
         self._folder = folder
-        self._has_values = values
-        self._followed = None if request is None or request.followed is None else request.followed / folder.name
-        self._rounding = 0.0 if request is None else request.rounding
+        self._request = request
         self._step = 0
         self._largest = 0.0
-        self._kept_of_shards: dict[str, torch.Tensor] = {}
-        dtypes = {one.dtype for one in find_parameters(state).values()}
-        self._dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self._kept: dict[str, torch.Tensor] = {}
+        self._kept_of_shards: dict[str, torch.Tensor] = {}
         self._entries: list[tuple[str, str, str]] = []
         self._mini_batch: MiniBatch
         self._pass = ""
@@ -149,7 +143,7 @@ class Tracer:
             OSError: it cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank-{self._world.rank}.jsonl"
+        path = self._folder / f"rank-{self._batches.world.rank}.jsonl"
         temporary = path.with_name(f".{path.name}")
         with temporary.open("wb") as file:
             file.write(json.dumps(self._head).encode() + b"\n")
@@ -158,14 +152,23 @@ class Tracer:
         temporary.replace(path)
         self._file = path.open("ab")
 
+    @property
+    def _has_values(self) -> bool:
+        return self._request is not None
+
+    def _keeps(self, stage: str) -> bool:
+        return stage in _OF_WHOLE and self._has_values and self._batches.world.rank == 0
+
     def _record(self, stage: str, name: str, value: Leaf) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
-        if stage not in _OF_WHOLE or not self._has_values or self._world.rank or isinstance(value, str | bytes | None):
+        if not self._keeps(stage) or isinstance(value, str | bytes | None):
             return
         if isinstance(value, torch.Tensor):
             here = value.detach()
         elif isinstance(value, float):  # as precise as the parameters
-            here = torch.tensor(value, dtype=self._dtype, device="cpu")
+            dtypes = {one.dtype for one in find_parameters(self._state).values()}
+            precise = torch.float64 if dtypes == {torch.float64} else torch.float32
+            here = torch.tensor(value, dtype=precise, device="cpu")
         elif abs(value) < 2**63:
             here = torch.tensor(value, dtype=torch.int64, device="cpu")
         else:
@@ -182,7 +185,7 @@ class Tracer:
         """Record the initial state of the loop, after `iteration` steps."""
         self.is_new = False
         self._step = iteration
-        if self._has_values and self._world.rank == 0:
+        if self._has_values and self._batches.world.rank == 0:
             self._record_evaluations()
         self._record_state("start")
         self._write(iteration)
@@ -192,7 +195,8 @@ class Tracer:
         self._mini_batch = mini_batch
         self._step += number == 0
         self._pass = "" if number == 0 else f"pass {number + 1}, "
-        self._record("data", "samples", self._indices(mini_batch.epoch, mini_batch.start, mini_batch.samples))
+        indices = self._batches.indices(mini_batch.epoch, mini_batch.start, mini_batch.samples)
+        self._record("data", "samples", indices)
 
     def data(self, shard: int, data: Any) -> None:
         """Record a shard's data."""
@@ -233,10 +237,11 @@ class Tracer:
         for name, gradient in gradients.items():
             self._record("fold", f"gradient of {name}", gradient)
         self._record_buffers("fold")
-        if self._followed is not None:
-            self._follow(self._followed / f"step-{self._step}.safetensors", gradients)
+        if self._request is not None and self._request.followed is not None:
+            path = self._request.followed / self._folder.name / f"step-{self._step}.safetensors"
+            self._follow(path, _AMPLE * self._request.rounding, gradients)
 
-    def _follow(self, path: Path, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _follow(self, path: Path, tolerance: float, gradients: Mapping[str, torch.Tensor]) -> None:
         """Use the other run's gradients where they are equal up to rounding. See [Note: Followed gradients]."""
         if not path.exists():
             return
@@ -247,19 +252,20 @@ class Tracer:
                 other = others.get(("fold", f"{self._pass}gradient of {name}"))
                 if other is not None and other.shape == gradient.shape and other.dtype == gradient.dtype:
                     other = other.to(gradient.device)
-                    bound = _AMPLE * self._rounding * gradient_scale(gradient, self._largest)
+                    bound = tolerance * gradient_scale(gradient, self._largest)
                     gradient.copy_(torch.where((gradient - other).abs() <= bound, other, gradient))
 
     def _record_evaluations(self) -> None:
         path = self._folder / EVALUATIONS
-        before = self._world.on_evaluated
+        world = self._batches.world
+        before = world.on_evaluated
 
         def note(result: dict[str, float]) -> None:
             before(result)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
 
-        self._world.on_evaluated = note
+        world.on_evaluated = note
 
     def end(self, iteration: int) -> None:
         """Record the state at the end of a step."""
@@ -295,9 +301,10 @@ class Tracer:
         if self._has_values:
             from safetensors.torch import save_file
 
-            if self._world.rank == 0:
+            rank = self._batches.world.rank
+            if rank == 0:
                 save_file(self._kept, self._folder / f"step-{iteration}.safetensors")
-            save_file(self._kept_of_shards, self._folder / f"shards-{self._world.rank}-{iteration}.safetensors")
+            save_file(self._kept_of_shards, self._folder / f"shards-{rank}-{iteration}.safetensors")
             self._kept = {}
             self._kept_of_shards = {}
 

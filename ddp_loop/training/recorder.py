@@ -84,7 +84,7 @@ def open_trace(
         folder = run / FOLDER
     else:
         return None
-    return Tracer(folder, batches, state, ordered=ordered, values=watch is not None)
+    return Tracer(folder, batches, state, ordered=ordered, request=watch)
 
 
 def check_name(name: object, *, is_column: bool = False) -> str:
@@ -572,7 +572,7 @@ class RunRecorder:
             return
         if (checkpointer := self.checkpointer) is not None:
             try:
-                with explained(f"The table {name} in {checkpointer.folder} cannot be written", REPAIR):
+                with explained(f"The table {name} in {checkpointer.folder} cannot be written"):
                     write_table(checkpointer.folder, table)
             except OSError as error:
                 if not checkpointer.continues:

@@ -134,7 +134,7 @@ def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(
         assert outcome.kept == [at for at in SAVED if at not in MEANWHILE]
         assert (outcome.rows, outcome.status) == (ALL_ROWS, "done")
     else:
-        assert sum("lines were not written" in line or "The run's status" in line for line in lines) == 2
+        assert sum(" not written. " in line or "The run's status" in line for line in lines) == 2
     assert_nothing_is_lost(outcome, name, whole)
 
 
@@ -223,6 +223,19 @@ def test_lines_that_cannot_be_written_are_an_error_once_or_wait_or_are_dropped(
     file.close()
     assert rows_of(tmp_path) == kept
     assert said[1:] == ([f"{path} can be written again. Lines added: {len(kept) - 1}."] if fate else [])
+
+
+@pytest.mark.parametrize(("count", "what"), [(1, "The last line was"), (2, "The last 2 lines were")])
+def test_lines_that_a_close_cannot_write_are_counted(count: int, what: str, tmp_path: Path) -> None:
+    said = list[str]()
+    file = JsonlWriter(tmp_path / "rows.jsonl", 0, said.append, "keep", once=True)
+    for number in range(count):
+        file.add(f"{number}\n")
+    (tmp_path / "rows.jsonl").unlink()
+    file.close()
+    assert file.lost == count
+    assert [line.split(" not written. ")[0] for line in said] == [what]
+    assert "intact" not in said[0]  # earlier lines are lost with the file
 
 
 def test_a_checkpoint_or_score_that_cannot_be_written_leaves_the_others_as_they_were(tmp_path: Path) -> None:
