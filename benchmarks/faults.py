@@ -174,7 +174,7 @@ def look() -> tuple[float, float]:
     from ddp_loop.distributed.watchdog import _LOOK_S, Watchdog
 
     with dl.join_world(seed=0) as world:
-        watcher = Watchdog(world.store, world.rank, lambda: world.where)
+        watcher = Watchdog(world.store, world.stops, lambda: world.where)
         times = []
         for _ in range(500):
             began = time.perf_counter()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from math import isfinite
+from numbers import Real
 from types import TracebackType
 
 import torch
@@ -99,7 +100,7 @@ def join_world(
 
 
 def _check_timeout(timeout_s: float) -> float:
-    if not (isfinite(timeout_s) and timeout_s > 0):
+    if not (isinstance(timeout_s, Real) and isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
     return min(timeout_s, _MOST_S)
 

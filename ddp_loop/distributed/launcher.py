@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -181,8 +182,8 @@ class Pool:
         call = pack_call(function, arguments, keywords)
         if check_count(_RANKS, ranks) > self.size:
             raise ValueError(f"A task runs on 1 .. {self.size} ranks of this pool. Got {ranks}. Create a larger Pool.")
-        if timeout_s is not None and not timeout_s > 0:  # NaN too
-            raise ValueError(f"timeout_s must be positive, or None for no limit. Got {timeout_s}.")
+        if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):  # NaN too
+            raise ValueError(f"timeout_s must be positive, or None for no limit. Got {timeout_s!r}.")
         with self._turn:
             if self._closed:
                 raise RuntimeError("A closed pool cannot run tasks. Create a new Pool.")

@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any, Literal
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM)
+END = 255  # what arrives after the last signal; no signal has this number
 TERMINATED = "SIGTERM at rank "  # the reason of a stop, before the rank's number
 _SAME_S = 0.3  # signals closer together are one: a terminal and a launcher both pass Ctrl-C on
 _ECHO_S = 5.0  # a launcher sends SIGTERM to its ranks one after the other
@@ -40,18 +41,17 @@ _needed: list[ctypes.c_long] = []  # all that this process has; in memory that i
 class Signals:
     """Takes over the signals, says what each means, and restores the former handlers. See [Note: Ctrl-C].
 
-    Args:
-        descriptor: receives each signal's number as a byte; it must not block.
-
     Attributes:
+        arrivals: a descriptor from which each signal's number can be read, a byte each; its reader closes it.
         has_followed: whether the ranks have stopped, and no loop began since.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self) -> None:
         self.has_followed = False
         self._followed_at = 0.0
         self._interrupts: list[float] = []  # when each Ctrl-C came
-        self._descriptor = descriptor
+        self.arrivals, self._descriptor = os.pipe()
+        os.set_blocking(self._descriptor, False)
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
 
@@ -77,6 +77,12 @@ class Signals:
             signal.set_wakeup_fd(self._wakeup_before if now == self._descriptor else now)
         self._before = {}
         _taken.remove(self)
+
+    def end(self) -> None:
+        """Restore the former handlers, and let `END` arrive."""
+        self.restore()
+        os.write(self._descriptor, bytes([END]))
+        os.close(self._descriptor)
 
     def restore_handlers(self) -> None:
         """Restore the former handlers alone."""

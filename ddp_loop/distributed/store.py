@@ -56,12 +56,13 @@ class RankStore:
         hosts: where each rank is, such as " on host node7 (10.0.0.7)"; none on one machine.
 
     Attributes:
+        rank: as given.
         names: of the ranks, in messages.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, hosts: Sequence[str] = ()) -> None:
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self._size = size
         self._hosts = hosts
         self.names = [f"rank {one}{hosts[one] if hosts else ''}" for one in range(size)]
@@ -93,15 +94,15 @@ class RankStore:
         return [word.decode() for word in self._store.multi_get(keys)]
 
     def news(self) -> int:
-        """The number of events that watchdogs must look at: failures, roll calls, requests to stop."""
-        return int(self._store.add(_NEWS, 0))
+        """Another number after each event that watchdogs must look at: failures, roll calls, stops."""
+        return int(self._store.add(_NEWS, 0)) + self._stops
 
     def _set_news(self) -> None:
         self._store.add(_NEWS, 1)
 
     def set_ended(self) -> None:
         """Note that this rank leaves without an error."""
-        self.put(f"{_ENDED}/{self._rank}", "")
+        self.put(f"{_ENDED}/{self.rank}", "")
 
     def has_ended_rank(self) -> bool:
         """Whether a rank has left without an error."""
@@ -115,7 +116,7 @@ class RankStore:
         what = format_error(error)
         if isinstance(error, SystemExit) and (lines := traceback.extract_tb(error.__traceback__)):
             what += f", at {lines[-1].filename}:{lines[-1].lineno}, while other ranks went on"
-        self._set_failure(f"{self.names[self._rank]} failed{where}: {what}\n\n{text}", self._rank, where)
+        self._set_failure(f"{self.names[self.rank]} failed{where}: {what}\n\n{text}", self.rank, where)
 
     def pass_on(self, error: PeerFailed) -> None:
         """Note the failure because of which this rank leaves: a peer that it did not reach would miss this rank."""
@@ -149,7 +150,7 @@ class RankStore:
 
     def peer_failure(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
         """The exception for a collective that ended with `error`: who failed, the same on all ranks."""
-        left = {f"{_ENDED}/{rank}": rank for rank in range(self._size) if rank != self._rank}
+        left = {f"{_ENDED}/{rank}": rank for rank in range(self._size) if rank != self.rank}
         with suppress(RuntimeError):  # the store is gone with the launcher
             # A rank notes why it leaves before it closes its connections, so one that did not was killed.
             came = self._wait_for((_FAILURE, *left), 0.0 if isinstance(error, PeerGone) else _FAILURE_WAIT_S)
@@ -167,7 +168,7 @@ class RankStore:
                 self._store.check([_FAILURE])
             except RuntimeError:
                 return PeerFailed(
-                    f"{capital(self.names[self._rank])} does not reach the launcher's store, "
+                    f"{capital(self.names[self.rank])} does not reach the launcher's store, "
                     f"usually{self._hosts[0]} with rank 0. That host is down, rank 0 or its launcher has ended, or "
                     "the network between the hosts is cut. Read what rank 0 printed, and check the link. The cause: "
                     f"{error}"
@@ -189,7 +190,7 @@ class RankStore:
                     if self._store.check([f"{_HERE}/{rank}"]):
                         here[rank] = from_bytes(self._store.get(f"{_HERE}/{rank}"))
                 time.sleep(_LOOK_S)
-            here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is alive
+            here.setdefault(self.rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is alive
         seen = {rank: self._last_place(rank) for rank in range(self._size) if rank not in here}
         culprit, message = find_culprit(here, seen, ended, self.names, timeout_s)
         where = RankStatus() if culprit is None else seen.get(culprit, RankStatus())
@@ -201,15 +202,15 @@ class RankStore:
 
     def set_wait(self, kind: str) -> None:
         """Note that this rank has waited for a while in a collective of this kind; "" for none."""
-        self.put(f"{_WAITS}/{self._rank}", kind)
+        self.put(f"{_WAITS}/{self.rank}", kind)
 
     def wait_of_next(self) -> str:
         """The kind of collective in which the next rank has waited for a while; "" for none."""
-        return self.get(f"{_WAITS}/{(self._rank + 1) % self._size}") or ""
+        return self.get(f"{_WAITS}/{(self.rank + 1) % self._size}") or ""
 
     def set_place(self, where: RankStatus) -> None:
         """Note where this rank is, for the case that it dies."""
-        self.put(f"{_SEEN}/{self._rank}", json.dumps([where.stage, where.step]))
+        self.put(f"{_SEEN}/{self.rank}", json.dumps([where.stage, where.step]))
 
     def _last_place(self, rank: int) -> RankStatus:
         """Where a rank was when it last noted it."""
@@ -221,7 +222,7 @@ class RankStore:
 
     def answer(self, here: RankReport) -> None:
         """Answer the roll call."""
-        self.put(f"{_HERE}/{self._rank}", to_bytes(here).decode())
+        self.put(f"{_HERE}/{self.rank}", to_bytes(here).decode())
 
     def has_failure(self) -> bool:
         try:

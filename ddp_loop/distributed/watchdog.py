@@ -27,11 +27,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ddp_loop.distributed.failures import RankReport, RankStatus
 from ddp_loop.distributed.processes import is_shown_by_launcher, set_line
-from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals
+from ddp_loop.distributed.signals import END
+from ddp_loop.distributed.stops import Stops
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.elastic import INTERRUPTED_EXIT, PEER_FAILED_EXIT, is_outside
 
@@ -43,9 +44,19 @@ _END_S = 1.6  # until the process is ended; before the pool kills it, which repo
 _OWN_END_S = 20.0  # for a failed rank to leave its world
 _JOIN_S = 1.0  # for the thread to end; a store that does not answer delays it
 _WRITE_S = 0.2  # for the reader of stderr
-_END = 255  # the byte that ends the thread; no signal has this number
 _BY = "_interrupted_by"  # an attribute of a raised interruption
 _INTERRUPT = getattr(signal, "SIGRTMIN", None)  # not used by others
+
+
+class _Ending(NamedTuple):
+    """When the process is ended, by the watchdog's clock, with which exit code, and what is written."""
+
+    at: float
+    code: int
+    message: str
+
+
+_NEVER = _Ending(float("inf"), 1, "")
 
 
 class Watchdog:
@@ -53,15 +64,10 @@ class Watchdog:
 
     Args:
         store: of the world.
-        rank: of this process.
+        stops: of the world.
         where: returns where the main thread is.
 
     Attributes:
-        stop: why the ranks are asked to stop; None without a request.
-        signals: which it takes, and what they mean.
-        terminated: set once this process got SIGTERM while a loop takes it as a request.
-        look_for_stop: polled for the reason of another request to stop, such as a file; set by a loop.
-        say: shows the user a line.
         noticed: a descriptor that can be read once another rank has failed, for the main thread's waits.
     """
 
@@ -69,28 +75,19 @@ class Watchdog:
     _handler_before: ClassVar[Any] = None
     _hook_before: ClassVar[Callable[[Any], Any]] = sys.unraisablehook
 
-    def __init__(self, store: RankStore, rank: int, where: Callable[[], RankStatus]) -> None:
+    def __init__(self, store: RankStore, stops: Stops, where: Callable[[], RankStatus]) -> None:
         self._store = store
-        self._rank = rank
+        self._stops = stops
         self._where = where
-        self.stop: str | None = None
-        self.look_for_stop: Callable[[], str | None] = lambda: None
-        self.terminated = threading.Event()
-        self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
         self._pending: BaseException | None = None  # what the interrupted main thread is to raise
         self._leaving = False
-        self._deadline = float("inf")
-        self._exit = (1, "")
+        self._ending = _NEVER
         self._interrupt_at = float("inf")
         self._kept_s = 0.0  # how long the thread was kept from running; it alone changes this
         self._seen_news = 0
         self._noted = RankStatus()
-        self._lock = threading.Lock()  # guards what stop_followed changes
         self.noticed, self._notify = os.pipe()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self.signals = Signals(self._write)
         self._thread = threading.Thread(target=self._watch, name="ddp_loop watcher", daemon=True)
 
     def start(self) -> None:
@@ -105,7 +102,7 @@ class Watchdog:
 
     def end(self) -> None:
         """End the thread, and restore the handlers."""
-        self.signals.restore()
+        self._stops.signals.end()
         if self in Watchdog._open:
             Watchdog._open.remove(self)
             if not Watchdog._open and sys.unraisablehook is _ignored:
@@ -113,10 +110,8 @@ class Watchdog:
             if not Watchdog._open and signal.getsignal(_INTERRUPT) is _interrupted:  # type: ignore[arg-type]
                 with suppress(ValueError):  # outside of the main thread the handler stays, and does nothing
                     signal.signal(_INTERRUPT, Watchdog._handler_before)  # type: ignore[arg-type]
-        os.write(self._write, bytes([_END]))
-        os.close(self._write)
         if self._thread.ident is None:
-            os.close(self._read)  # it could not be started
+            os.close(self._stops.signals.arrivals)  # it could not be started
         else:
             self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
@@ -127,30 +122,7 @@ class Watchdog:
         """Stop interrupting the main thread, which leaves the world; after a failure limit its time."""
         self._leaving = True
         if failed:
-            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
-
-    def reason_to_stop(self) -> str | None:
-        """The reason of a request, even if this rank has not seen it before; None without one."""
-        with self._lock, suppress(RuntimeError):  # the store is gone with the launcher
-            return self.stop or self._store.get_stop()
-        return None
-
-    def stop_followed(self) -> None:
-        """Note that all ranks stopped at the same step, so that the request is not seen again."""
-        with self._lock:
-            self._store.stop_followed()
-            self.stop = None
-            self.signals.follow()
-            self._seen_news = -1
-
-    def ask_to_stop(self, why: str) -> None:
-        """Ask all ranks to stop, unless they have just stopped: a file that requests it exists for a moment longer."""
-        with self._lock:
-            if self.signals.has_followed:
-                return
-            with suppress(RuntimeError):  # the store is gone with the launcher
-                self._store.set_stop(why)
-            self.stop = self.stop or why  # after the store: a rank that sees the stop in a fold finds its reason there
+            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._store.rank} failed and could not leave its world.\n")
 
     def raise_pending(self) -> None:
         """Raise in the main thread what it was interrupted for."""
@@ -158,7 +130,7 @@ class Watchdog:
         self._pending = None
         if pending is not None and not self._leaving:
             if isinstance(pending, KeyboardInterrupt):
-                self._deadline = float("inf")  # a notebook continues after it
+                self._ending = _NEVER  # a notebook continues after it
             pending.__dict__[_BY] = id(self)
             raise pending
 
@@ -171,17 +143,19 @@ class Watchdog:
 
     def _watch(self) -> None:
         poll = select.poll()  # select takes no descriptor above 1023
-        poll.register(self._read, select.POLLIN)
+        arrivals = self._stops.signals.arrivals
+        poll.register(arrivals, select.POLLIN)
         while True:
             began = time.monotonic()
-            due = min(self._interrupt_at, self._deadline) - self._clock()
+            due = min(self._interrupt_at, self._ending.at) - self._clock()
             pause_s = min(max(due, 0.0), _LOOK_S)
             ready = poll.poll(1e3 * pause_s)
-            for number in os.read(self._read, 64) if ready else b"":
-                if number == _END:
-                    os.close(self._read)
+            for number in os.read(arrivals, 64) if ready else b"":
+                if number == END:
+                    os.close(arrivals)
                     return
-                self._take_signal(number)
+                if self._stops.hear(number):
+                    self._leave_at_once()
             # The store is gone with the launcher, which the main thread will notice; or a folder cannot be read now.
             with suppress(RuntimeError, OSError):
                 self._poll()
@@ -189,7 +163,7 @@ class Watchdog:
             now = self._clock()
             if now >= self._interrupt_at:
                 self._interrupt()
-            if now >= self._deadline:
+            if now >= self._ending.at:
                 self._end_process()
 
     def _clock(self) -> float:
@@ -197,8 +171,7 @@ class Watchdog:
         return time.monotonic() - self._kept_s
 
     def _poll(self) -> None:
-        if self.stop is None and (why := self.look_for_stop()):
-            self.ask_to_stop(why)
+        self._stops.look()
         where = self._where()
         if (where.stage, where.step) != (self._noted.stage, self._noted.step):
             self._store.set_place(where)
@@ -206,41 +179,25 @@ class Watchdog:
         if (news := self._store.news()) == self._seen_news:
             return
         self._seen_news = news
-        with self._lock:
-            if self.stop is None and (why := self._store.get_stop()):
-                self.stop = why
+        self._stops.look_into_store()
         if self._store.is_called():
             self._store.answer(RankReport(self._where(), self._stack()))
         failure = self._store.get_failure()
-        if failure is not None and self._pending is None and self._deadline == float("inf"):
+        if failure is not None and self._pending is None and self._ending == _NEVER:
             self._pending = failure
             os.write(self._notify, b"!")
             self._interrupt_at = self._clock() + _INTERRUPT_S
             first = str(failure).split("\n", 1)[0]
-            self._limit(_END_S, PEER_FAILED_EXIT, f"ddp_loop: rank {self._rank} was ended{self._where()}: {first}\n")
+            line = f"ddp_loop: rank {self._store.rank} was ended{self._where()}: {first}\n"
+            self._limit(_END_S, PEER_FAILED_EXIT, line)
 
-    def _take_signal(self, number: int) -> None:
-        if number not in REQUESTS:  # every signal with a handler arrives here, such as SIGCHLD
-            self.signals.pass_on(number)
-            return
-        if number == signal.SIGTERM:
-            self.terminated.set()
-        meaning = self.signals.meaning_of(number)
-        if meaning == "stop" and number == signal.SIGINT:
-            self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
-            self.say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
-        elif meaning == "stop" and self.stop is None:
-            name = signal.Signals(number).name
-            self.ask_to_stop(f"{TERMINATED}{self._rank}")
-            self.say(f"Stopping after this step ({name}).")
-        elif meaning == "interrupt":
-            line = f"ddp_loop: rank {self._rank} was ended{self._where()} by a second Ctrl-C"
-            self._pending = KeyboardInterrupt("a second Ctrl-C")
-            set_line(self._pending, line)
-            self._limit(_END_S, INTERRUPTED_EXIT, "" if is_shown_by_launcher() else f"{line}\n")
-            self._interrupt()
-        elif meaning == "exit":
-            os._exit(128 + number)
+    def _leave_at_once(self) -> None:
+        """Raise KeyboardInterrupt in the main thread after a second Ctrl-C."""
+        line = f"ddp_loop: rank {self._store.rank} was ended{self._where()} by a second Ctrl-C"
+        self._pending = KeyboardInterrupt("a second Ctrl-C")
+        set_line(self._pending, line)
+        self._limit(_END_S, INTERRUPTED_EXIT, "" if is_shown_by_launcher() else f"{line}\n")
+        self._interrupt()
 
     def _interrupt(self) -> None:
         """Interrupt the main thread, repeatedly until it raises. See [Note: Lost interruptions].
@@ -254,12 +211,12 @@ class Watchdog:
             self._interrupt_at = self._clock() + _AGAIN_S
 
     def _limit(self, seconds: float, code: int, message: str) -> None:
-        if (deadline := self._clock() + seconds) < self._deadline:
-            self._deadline = deadline
-            self._exit = (code, message)
+        if (at := self._clock() + seconds) < self._ending.at:
+            self._ending = _Ending(at, code, message)
 
     def _end_process(self) -> None:
-        code, message = self._exit
+        code = self._ending.code
+        message = self._ending.message
         try:
             for child in multiprocessing.active_children():
                 if child.daemon:  # a DataLoader's workers, which a normal exit would end too

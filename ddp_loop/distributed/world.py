@@ -133,8 +133,9 @@ class World:
                 self._join(place, exchange)
             # Through another connection, since a wait blocks the one on which it is made.
             aside = None if self._groups is None else self._groups.rank_store(aside=True)
-            self._watchdog = Watchdog(aside or self.store, self.rank, lambda: self.where)
-            self.stops = Stops(place, self._watchdog, lambda: self.gather(self.stops.asked, "requests to stop"))
+            store = aside or self.store
+            self.stops = Stops(place, store, lambda: self.gather(self.stops.asked, "requests to stop"))
+            self._watchdog = Watchdog(store, self.stops, lambda: self.where)
             self._watchdog.start()
             if self._groups is not None and self._groups.memory is not None:
                 self._groups.memory.watch(self._watchdog.noticed)

@@ -31,6 +31,7 @@ of them reads early.
 from __future__ import annotations
 
 import math
+import reprlib
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -633,7 +634,10 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
     number = value.value if isinstance(value, Sum) else value
     if not isinstance(number, torch.Tensor):
         if not isinstance(number, Real):
-            raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}. Convert it.")
+            remedy = "Convert it with torch.as_tensor."
+            if isinstance(number, Mapping):
+                remedy = f"Pass each metric by its name, as in step.backward(loss, **{name})."
+            raise ValueError(f"A metric must be a number or a tensor. {name} is {reprlib.repr(number)}. {remedy}")
         if what == "mean":
             check_mean(name, number, samples)
         return torch.full((), float(number), dtype=torch.float64, device=device)
@@ -1869,7 +1873,7 @@ class Job:
         """This rank's requests to all in a fold; a problem found since the last one is reported once."""
         new = self.structure.changes()
         stops = self.world.stops
-        stop = stops.asked_here is not None or stops.watchdog.stop is not None
+        stop = stops.asked_here is not None or stops.asked_outside is not None
         save = False
         problem: Exception | None = self.checks.state.found
         self.checks.state.found = None

@@ -200,8 +200,8 @@ def check_arguments(
 
     A text as `resume`, such as "False" of a command line, must not count as True.
     """
-    if bucket_cap_mib is not None and not bucket_cap_mib > 0:
-        raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
+    if bucket_cap_mib is not None and not (isinstance(bucket_cap_mib, Real) and bucket_cap_mib > 0):
+        raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib!r}.")
     if epochs is not None:
         check_count("epochs", epochs)
     if steps is not None:

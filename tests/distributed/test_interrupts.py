@@ -131,7 +131,8 @@ def hold_the_interpreter() -> str:
     """No other thread runs from when a failure is known here until a rank that cannot be interrupted would be ended."""
 
     def work(world: dl.World) -> None:
-        select.select([world.stops.watchdog.noticed], [], [])
+        assert world._watchdog is not None
+        select.select([world._watchdog.noticed], [], [])
         ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
         threading.Event().wait()
 

@@ -469,6 +469,7 @@ def test_what_no_rank_can_run_is_refused_before_a_process_starts(pool: Pool) -> 
         *((partial(pool.run, own_rank, n), ValueError, f"1 or more. Got {n!r}.") for n in (0, -1, True)),
         (partial(pool.run, own_rank, 9), ValueError, "on 1 .. 8 ranks of this pool. Got 9."),
         (partial(pool.run, own_rank, 1, timeout_s=0), ValueError, "timeout_s must be positive, or None for no limit."),
+        (partial(pool.run, own_rank, 1, timeout_s="9"), ValueError, "for no limit. Got '9'."),  # type: ignore[arg-type]
         (partial(pool.run, own_rank, 1, timeout_s=math.nan), ValueError, "timeout_s must be positive, or None"),
         (partial(launch, own_rank, 0), ValueError, "must be a whole number, 1 or more. Got 0."),
         (partial(launch, own_rank, "2"), ValueError, "1 or more. Got '2'."),  # type: ignore[arg-type]

@@ -168,6 +168,12 @@ def test_an_unknown_exchange_is_refused() -> None:
         dl.join_world()
 
 
+@pytest.mark.parametrize("seconds", ["600", None, 0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_no_time_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=rf"timeout_s must be a finite number .* Got timeout_s={seconds!r}\."):
+        dl.join_world(timeout_s=seconds)
+
+
 # -- in mid-run --------------------------------------------------------------------------------------------
 
 

@@ -332,7 +332,11 @@ CALLS: list[tuple[Give, str]] = [
             ({"error": torch.ones(1, 1)}, r"A metric must be one value.*error has shape \(1, 1\)"),
             ({"error": torch.tensor(1j)}, r"A metric must be real\. error is torch\.complex64\. Take its \.abs"),
             ({"error": torch.ones(9)}, r"error has shape \(9,\)"),
-            ({"error": "big"}, "error is 'big'"),
+            ({"error": "big"}, r"error is 'big'\. Convert it with torch\.as_tensor"),
+            (
+                {"metrics": {"error": 1.5}},
+                r"metrics is \{'error': 1\.5\}\. Pass each .*step\.backward\(loss, \*\*metrics\)",
+            ),
             ({"error": dl.Sum(1.0, over=2.0)}, "takes no dl.Sum with over=. error is one"),
             ({"retain_graph": True}, r"\['retain_graph'\].* more_losses=True keeps the graph"),
             ({"epoch": 3.0}, r"\['epoch'\].* Choose another one"),
