@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -171,6 +173,22 @@ def test_a_listener_answers_only_clients_with_the_token() -> None:
         connect(listener.address, 3, token)
 
 
+@pytest.mark.parametrize("answer", [b"\0" * 36, b"\xff" * 36, b""], ids=["smaller", "larger", "none"])
+def test_another_process_that_answers_is_no_connection(answer: bytes) -> None:
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(36, socket.MSG_WAITALL)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answers = threading.Thread(target=serve)
+        answers.start()
+        with pytest.raises(ConnectionError, match="another process listens there"):
+            connect(server.getsockname(), 3, "a" * 32)
+        answers.join()
+
+
 def test_the_address_is_that_of_the_interface_gloo_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert own_address() == "127.0.0.1"
@@ -188,7 +206,8 @@ def test_a_digest_depends_on_names_sizes_and_contents(tmp_path: Path) -> None:
     first = made(tmp_path / "1", files)
     assert made(tmp_path / "2", files) == first
     others = [{"a": b"1", "b/d": b"2"}, {"a": b"1", "b/c": b"3"}, {"a": b"12", "b/c": b""}, {"a": b"1"}]
-    assert len({first, *(made(tmp_path / f"o{number}", one) for number, one in enumerate(others))}) == 5
+    others.append(files | {"a": b"0"})
+    assert len({first, *(made(tmp_path / f"o{number}", one) for number, one in enumerate(others))}) == 6
 
 
 def test_a_part_of_large_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
