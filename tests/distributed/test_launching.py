@@ -410,7 +410,7 @@ def test_a_rank_that_hangs_is_named_with_the_line_where_it_hangs(pool: Pool) -> 
 def test_a_rank_that_does_not_end_after_anothers_failure_is_ended(pool: Pool) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"^rank 0 raised ValueError: negative weight") as caught:
-        pool.run(raise_on_0_and_wait_on_1, 2)
+        pool.run(raise_on_0_and_wait_on_1, 2, timeout_s=60.0)
     assert time.monotonic() - start < FAULT_S
     assert "rank 1 had not ended 2 s after another rank failed, and was killed" in str(caught.value)
     assert "in wait_for_ever\n" in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,9 +181,13 @@ def run_program(seed: int) -> str:
         return digest(sorted(program.found, key=lambda one: (len(one), str(one.dtype), digest([one]))))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.slow
+QUICK = (1, 3)  # a seed and ranks
+PROGRAMS = [QUICK, *(case for case in product(range(8), (2, 3, 4)) if case != QUICK)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks"), [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow) for case in PROGRAMS]
+)
 def test_random_programs_give_what_one_process_computes(seed: int, ranks: int, on_ranks: OnRanks) -> None:
     assert len(set(on_ranks(ranks, run_program, seed))) == 1
 

@@ -123,7 +123,9 @@ def test_workers_that_notice_a_dead_one_at_the_same_time_give_its_trial_to_one(
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(notice, (queue, other), ("one", "two")))
     assert [(one.trial, one.attempt, one.state) for one in recorded] == [(0, 1, "interrupted")]
+    assert not queue.is_over()
     assert sorted(take_all(queue, "one") + take_all(other, "two")) == [(0, 2), (1, 1), (2, 1), (3, 1)]
+    assert queue.is_over()
 
 
 @pytest.mark.parametrize("attempt", [1, 2], ids=["its answer was lost", "two workers noticed a dead one"])

@@ -17,6 +17,7 @@ import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.determinism import digest, leaves
 from ddp_loop.tracing import diagnosis
+from ddp_loop.tracing.compare import DifferenceMeter
 from ddp_loop.tracing.trace import check_comparable, read_trace
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
@@ -191,6 +192,19 @@ def test_only_a_shard_that_its_pieces_fill_is_compared_with_them() -> None:
         pieces = cut(*samples)
         expected = [(number, [shards[number], *map(pieces.__getitem__, parts)]) for number, parts in found]
         assert diagnosis._cut_shards(shards, pieces) == expected
+
+
+@pytest.mark.parametrize(("element", "is_equal"), [(0, True), (1, False)], ids=["touched", "untouched"])
+def test_an_element_that_no_gradient_reached_must_be_equal_to_its_last_places(element: int, is_equal: bool) -> None:
+    weight, other = torch.ones(2), torch.ones(2)
+    other[element] += 2e-5
+    name = ("optimizer", "parameter model.weight")
+    here, there = (
+        {("fold", "gradient of model.weight"): torch.tensor([1.0, 0.0]), name: one} for one in (weight, other)
+    )
+    meter = DifferenceMeter(rounding=1e-4, is_given=False)
+    meter.add(here, there)
+    assert (meter.measure(name[1], weight, other) < 1) == is_equal
 
 
 def test_equal_lists_of_tensors_can_be_compared() -> None:
