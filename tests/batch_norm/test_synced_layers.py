@@ -291,6 +291,7 @@ def look_late(wrong: int, few: int) -> tuple[str, str, float]:
         (-1, -1, ""),
         (599, -1, "(call 600 of its pass), rank 1 at"),
         (300, 400, "(call 301 of its pass), rank 1 at"),
+        (-1, 300, "Got [0, 1] at the forward of layer `first` (call 301 of its pass)"),
         (400, 300, "Got [0, 1] at the forward of layer `first` (call 301 of its pass)"),
     ],
 )

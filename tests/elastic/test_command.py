@@ -144,6 +144,14 @@ def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: 
     assert parsed.master_port == (29600 if "--master-port=29600" in options else 29500)
 
 
+def test_a_run_has_the_users_id_or_one_of_its_own() -> None:
+    given, *others = [_parse([*option, "train.py"]) for option in (["--rdzv-id=job"], [], [])]
+    for each in (given, *others):
+        _meet_here(each)
+    assert given.rdzv_id == "job"
+    assert len({"none", *(each.rdzv_id for each in others)}) == 3
+
+
 def run(script: Path, text: str, *words: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     script.write_text(f"import sys\n{text}\n")

@@ -12,7 +12,7 @@ from tests.support.documents import claimed_rows, text_of
 from tests.support.paths import ROOT
 from tests.support.scripts import run
 from tests.support.skips import KNOWN_REASONS
-from tests.support.tiers import ALL_ITEMS, cases_by_function, is_on_gpu, is_quick, representatives, values_of
+from tests.support.tiers import ALL_ITEMS, cases_by_function, is_on_gpu, is_quick, names_of, representatives, values_of
 
 
 def rows_of(item: pytest.Item) -> set[str]:
@@ -38,6 +38,22 @@ def test_the_two_tiers_have_the_same_axes(request: pytest.FixtureRequest) -> Non
         everything = set().union(*(values_of(case) for item, case in cases if not is_on_gpu(item, case)))
         assert set().union(*(values_of(case) for item, case in cases if is_quick(item))) >= everything, function
         assert any(is_quick(item) for item, _ in cases), function
+
+
+def is_whole_suite(items: list[pytest.Item]) -> bool:
+    return {item.path for item in items} == set((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_each_case_of_a_list_runs(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[ALL_ITEMS]
+    if not is_whole_suite(items):
+        return  # cases may have been asked for by their names
+    for function, cases in cases_by_function(items).items():
+        for mark in cases[0][0].iter_markers("parametrize"):
+            names = names_of(mark)
+            if len(names) > 1 and isinstance(mark.args[1], list):
+                run = {case[" ".join(names)] for _, case in cases}
+                assert len(run) == len({repr(getattr(one, "values", one)) for one in mark.args[1]}), function
 
 
 def test_each_value_of_each_axis_runs_on_gpus_too_and_no_case_is_there_for_nothing(
@@ -77,7 +93,7 @@ def test_each_file_that_runs_on_gpus_too_has_a_quick_test_there(request: pytest.
 
 def test_every_claimed_capability_has_a_quick_test(request: pytest.FixtureRequest) -> None:
     items = request.config.stash[ALL_ITEMS]
-    if {item.path for item in items} != set((ROOT / "tests").rglob("test_*.py")):
+    if not is_whole_suite(items):
         return  # a row's quick test may be in a file that was not asked for
     shown = set().union(*map(rows_of, items))
     # A test that needs a GPU is skipped where there is none, and shows nothing there.

@@ -1,9 +1,10 @@
 """Two tiers of tests: `make test` runs one case for each value of each axis, `make test-all` the combinations too.
 
-[Note: Axes] The arguments that a test is parametrised over are its axes: ranks, shards, culprits, stages. Its quick
-cases are chosen so that every value of every axis is there at least once; the other combinations are the full tier. A
-test marked `slow` is in the full tier, with each value of each axis and no combination beyond. This is the each-choice
-coverage of Ammann and Offutt, Introduction to Software Testing. A case beyond is run if it is asked for by its name.
+[Note: Axes] The arguments that a test is parametrised over are its axes: ranks, shards, culprits, stages. Arguments
+that one `parametrize` names together are one axis: whoever lists their values together means each. The quick cases are
+chosen so that every value of every axis is there at least once; the other combinations are the full tier. A test marked
+`slow` is in the full tier, with each value of each axis and no combination beyond. This is the each-choice coverage of
+Ammann and Offutt, Introduction to Software Testing. A case beyond is run if it is asked for by its name.
 
 [Note: The kind of device] What runs on fake GPUs too runs there with each value of each axis and no combination beyond.
 These cases are in the full tier, but for the first one of a test marked `quick_on_gpus`; at least one test of each such
@@ -31,9 +32,7 @@ def values_of(case: Case) -> frozenset[tuple[str, str]]:
 
 
 def _written(value: object) -> str:
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', id(value))}"
-    return repr(value)
+    return str(id(value)) if callable(value) else repr(value)  # lambdas of one list have one name
 
 
 def representatives(cases: Sequence[Case]) -> set[int]:
@@ -53,9 +52,24 @@ def cases_by_function(items: Iterable[pytest.Item]) -> dict[str, list[tuple[pyte
     """The items of each test function, each with its parameters."""
     functions: dict[str, list[tuple[pytest.Item, Case]]] = defaultdict(list)
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        functions[item.nodeid.partition("[")[0]].append((item, {} if callspec is None else callspec.params))
+        functions[item.nodeid.partition("[")[0]].append((item, _case_of(item)))
     return functions
+
+
+def _case_of(item: pytest.Item) -> Case:
+    """The value of each axis: of arguments that `parametrize` names together, the values together."""
+    callspec = getattr(item, "callspec", None)
+    case = {} if callspec is None else dict(callspec.params)
+    for names in map(names_of, item.iter_markers("parametrize")):
+        if len(names) > 1:
+            case[" ".join(names)] = tuple(_written(case.pop(name)) for name in names)
+    return case
+
+
+def names_of(mark: pytest.Mark) -> list[str]:
+    """The arguments that a `parametrize` names together."""
+    names = mark.args[0]
+    return names.replace(",", " ").split() if isinstance(names, str) else list(names)
 
 
 def combinations(items: Iterable[pytest.Item]) -> set[pytest.Item]:
