@@ -134,6 +134,11 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
             f"Arrays of data must hold numbers. Got {array.dtype}. Turn text and objects into numbers first, such as "
             "token ids, or pass a data set that returns them for collate_fn to convert."
         )
+    if np.ma.is_masked(array):
+        raise TypeError(
+            f"Tensors have no masked values, which would count. Got {np.ma.getmaskarray(array).sum()} of {array.size}. "
+            "Pass array.filled(...), with ~array.mask as another array for the weights, or leave those samples out."
+        )
     if min(array.strides, default=0) < 0 or not array.dtype.isnative:  # array[::-1], a FITS file; torch has neither
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():

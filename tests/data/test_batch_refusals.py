@@ -46,6 +46,7 @@ KINDS: list[tuple[Any, dict[str, Any], str]] = [  # data, options of Batches, wh
     (7, {}, "data must be tensors.*Got int"),
     ("data/train", {}, "samples, not text. Got 'data/train'. Read the file first"),
     (np.array(["a", "b"]), {}, "must hold numbers. Got <U1. Turn text and objects"),
+    ((np.ma.masked_equal([1.0, 9.0, 2.0], 9.0), numbers(3)), {}, r"Got 1 of 3\. Pass array\.filled.* ~array\.mask"),
     (torch.eye(4).to_sparse(), {}, r"Got torch\.sparse_coo\. Convert it by to_dense"),
     (None, {}, "Got NoneType"),
     ({1, 2}, {}, "Got set"),
