@@ -246,8 +246,16 @@ class Loop:
 
         Args:
             score: the lower the better, such as a validation loss; the checkpoint with the lowest score stays.
+
+        Raises:
+            ValueError: it is no number.
         """
-        self._recorder.save(None if score is None else float(score))
+        try:
+            number = None if score is None else float(score)
+        except (TypeError, ValueError):
+            remedy = "Checkpoints are written into the folder run_dir=."
+            raise ValueError(f"loop.save takes a score, which is a number, or none. Got {score!r}. {remedy}") from None
+        self._recorder.save(number)
 
     def __len__(self) -> int:
         """The number of steps of the whole run, even before a resume: the last step's `iteration`.

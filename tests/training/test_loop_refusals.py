@@ -45,6 +45,10 @@ def over_state(make_state: Callable[[dl.World], Any]) -> Make:
     return make
 
 
+def save_as(score: Any) -> Make:
+    return lambda world, folder: loop_over(world, folder, network(), count=COUNT).save(score)
+
+
 def over_loader(world: dl.World, folder: str) -> None:
     loader: Any = DataLoader(TensorDataset(samples(COUNT)), batch_size=6)
     loop_on(loader, network())
@@ -118,6 +122,8 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "no checkpoint that stays in no folder": (over(run_dir=None, keep_last=0), f"keep_last {WHOLE}0"),
     "checkpoints after no time": (over(save_every_s=0.0), "save_every_s must be a positive number of seconds"),
     "a time in words": (over(save_every_s="3"), "save_every_s must be a positive number of seconds. Got '3'"),
+    "a file as a score": (save_as("model.pt"), r"a score, which is a number, or none\. Got 'model\.pt'\. .* run_dir="),
+    "values as a score": (save_as({"loss": 1.0}), r"which is a number, or none\. Got \{'loss': 1\.0\}"),
     "another way to bear errors": (over(on_save_error="ignore"), "on_save_error must be one of .* Got 'ignore'"),
     "an unknown buffer": (over(buffer_reduction={"memory": "sum"}), NO_RULE),
     "a sparse buffer": (
