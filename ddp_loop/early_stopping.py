@@ -42,10 +42,13 @@ class EarlyStopping:
         best_loss: its value; infinite without one.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: `patience` is not a whole number, or less than 1.
     """
 
     def __init__(self, model: nn.Module, patience: int = 5) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"EarlyStopping takes a model, a torch.nn.Module, first. Got {type(model).__name__}.")
         remedy = "1 stops at the first loss that does not improve."
         self.patience = check_count("patience", patience, remedy=remedy)
         self.losses = 0

@@ -174,11 +174,14 @@ def test_a_rank_that_stops_by_its_own_loss_is_reported_to_the_others(on_ranks: O
     assert max(took_s for _, _, took_s in results) < FAULT_S
 
 
-def test_what_is_no_patience_no_loss_and_no_best_loss_is_refused() -> None:
+def test_what_is_no_patience_no_model_no_loss_and_no_best_loss_is_refused() -> None:
     patiences: list[Any] = [0, -1, 2.0, True, None]
     for patience in patiences:
         with pytest.raises(ValueError, match=r"patience must be a whole number, 1 or more\. Got"):
             EarlyStopping(nn.Linear(1, 1), patience)
+    for model in (5, nn.Linear):
+        with pytest.raises(TypeError, match=r"takes a model, a torch\.nn\.Module, first\. Got (int|type)\."):
+            EarlyStopping(model)  # type: ignore[arg-type]
     watch = EarlyStopping(nn.Linear(1, 1))
     losses: list[Any] = [{"loss": 1.0}, None, torch.ones(2), "nothing"]
     for loss in losses:

@@ -99,7 +99,7 @@ def check_state(state: object) -> dict[str, object]:
     """A copy of the job's state.
 
     Raises:
-        TypeError: it is no mapping by name, or holds modules or optimizers in lists or dicts.
+        TypeError: it is no mapping by name, holds a class, or holds modules or optimizers in lists or dicts.
         ValueError: a rank holds a part of an optimizer, or of one of its parameters; a part contains itself.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
@@ -108,6 +108,10 @@ def check_state(state: object) -> dict[str, object]:
             "state=dict(model=model, optimizer=optimizer)."
         )
     for name, value in state.items():
+        if isinstance(value, type):
+            raise TypeError(
+                f"state holds what a job trains, not classes. {name!r} is {value.__name__}. Pass an instance."
+            )
         try:
             holds_modules = not isinstance(value, nn.Module | Optimizer) and _holds_modules(value)
         except RecursionError:

@@ -171,6 +171,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     },
     "a mean of a word": (over(value="x"), "loop.log takes numbers"),
     "a mean of a huge number": (over(value=10**400), "Got a whole number beyond 1.8e308 for 'a'"),
+    "a class in state": (over(more=lambda model: [nn.Linear]), "'other 0' is Linear. Pass an instance"),
     "a model as state": (over_state(lambda world: network()), NO_DICT),
     "single samples under batch norm": (
         over(single_samples, shards=2),
