@@ -289,7 +289,8 @@ def bad_loss(loss: object) -> ValueError:
     """The error of a loss that is no tensor of shape (), or needs no gradient."""
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         what = type(loss).__name__
-        remedy = "Pass the tensor itself, without .item() or float()."
+        has_loss = isinstance(getattr(loss, "loss", None), torch.Tensor)  # as outputs of transformers
+        remedy = "Pass its .loss." if has_loss else "Pass the tensor itself, without .item() or float()."
         if isinstance(loss, torch.Tensor):
             what = f"shape {tuple(loss.shape)}"
             remedy = 'Take its mean, or its sum and tell step.backward(loss, reduction="sum").'

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ class Named(torch.autograd.Function):
         return slope
 
 
-def giving(loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], **options: Any) -> Give:
+def giving(loss: Callable[[nn.Module, torch.Tensor], Any], **options: Any) -> Give:
     return lambda step, model, rows: step.backward(loss(model, rows), **options)
 
 
@@ -290,6 +291,7 @@ CALLS: list[tuple[Give, str]] = [
     ),
     (lambda step, model, rows: step.backward(3.0), r"Got float\. Pass the tensor itself, without \.item\(\)"),  # type: ignore[arg-type]
     (giving(lambda model, rows: loss_of(model, rows).detach()), "must need a gradient"),
+    (giving(lambda model, rows: SimpleNamespace(loss=loss_of(model, rows))), r"Got SimpleNamespace\. Pass its \.loss"),
     (giving(sum_of), SUM),
     (giving(lambda model, rows: sum_of(model, rows) - 0.5 * penalty_of(model)), SUM),
     (giving(entropy(weight=TWO)), CLASS_WEIGHTS),
