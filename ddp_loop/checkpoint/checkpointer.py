@@ -575,9 +575,10 @@ class Checkpointer:
     def _unlock(self, run: RunFolder, status: str) -> None:
         """Unlock the run folder, on rank 0."""
         if self._identity is not None and not self.has_folder:
-            leave_advice(f"The run folder {self.folder} was removed or replaced while the run was in it.")
+            gone = f"The run folder {self.folder} was removed or replaced while the run was in it."
+            leave_advice(lambda: gone)
         elif status == "stopped":
-            leave_advice("")  # the run's last line says how to go on
+            leave_advice(str)  # the run's last line says how to go on
         if status != "failed":
             forget_stop(run.folder)
         run.close()

@@ -414,7 +414,7 @@ class World:
 
     def advise(self) -> bool:
         """Leave the launcher the advice on how to go on, on rank 0; False where no launcher prints it."""
-        return self.rank == 0 and leave_advice(self.advice())
+        return self.rank == 0 and leave_advice(lambda: self.advice())
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 

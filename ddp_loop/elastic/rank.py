@@ -16,9 +16,10 @@ import pkgutil
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -31,6 +32,7 @@ ADVICE = ".advice"  # added to the name of that file
 _REPORTED = "_ddp_loop_is_reported"  # of an exception
 MOST_LETTERS = 8000  # of an error that a launcher prints
 _PR_SET_PDEATHSIG = 1
+_advising = threading.Lock()  # a checkpoint that is written meanwhile changes the advice
 _OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "__main__.py"))
 
 
@@ -210,8 +212,11 @@ def cut_text(text: str, most: int = MOST_LETTERS) -> str:
     return f"{text[:half]}\n{left_out}\n{text[-half:]}"
 
 
-def leave_advice(advice: str) -> bool:
+def leave_advice(advice: Callable[[], str]) -> bool:
     """Leave the launcher `run` what it is to print if a rank fails, such as how to go on; the last one counts.
+
+    Args:
+        advice: returns it. Threads come one after the other, so that the last one has what the others knew.
 
     Returns:
         Whether there is such a launcher.
@@ -219,8 +224,8 @@ def leave_advice(advice: str) -> bool:
     path = os.environ.get(_FILE)
     if not path or START not in os.environ:
         return False
-    with suppress(OSError):
-        _write_whole(f"{path}{ADVICE}", advice)
+    with suppress(OSError), _advising:
+        _write_whole(f"{path}{ADVICE}", advice())
     return True
 
 

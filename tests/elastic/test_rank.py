@@ -54,7 +54,7 @@ def test_advice_may_name_a_folder_whose_name_is_not_utf_8(tmp_path: Path, monkey
     """It is left after a checkpoint, so an error would end the run."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     monkeypatch.setenv(START, "0")
-    assert leave_advice(os.fsdecode(b"runs/M\xfcller"))
+    assert leave_advice(lambda: os.fsdecode(b"runs/M\xfcller"))
     assert (tmp_path / f"error{ADVICE}").read_text() == r"runs/M\udcfcller"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -330,3 +331,24 @@ def test_the_advice_is_on_a_run_that_failed_and_not_on_one_that_ended_before(
     first, *others = (tmp_path / f"error.json{ADVICE}").read_text().splitlines()
     assert first == advice.format(tmp_path)
     assert [line.partition(":")[0] for line in others] == ["to go on"] * ("is in" in advice)
+
+
+def test_advice_that_a_checkpoint_changes_meanwhile_is_left_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv(START, "[]")
+    with dl.join_world() as world:
+        writer = threading.Thread(target=world.advise)
+
+        def without_checkpoint() -> str:
+            if writer.ident is None:
+                writer.start()
+                writer.join(0.2)  # it waits for this thread
+                world.advice = lambda: "with a checkpoint"
+            return "without one"
+
+        world.advice = without_checkpoint
+        world.advise()
+        writer.join()
+        assert (tmp_path / f"error.json{ADVICE}").read_text() == "with a checkpoint"
