@@ -104,7 +104,7 @@ def test_all_ranks_stop_together_and_say_where_and_why(
     for one in others:
         assert (one.kind, one.rank, one.stage) == ("PeerFailed", 0, disk.stage), one
         assert first.text in one.text
-    for said in ("/run/", disk.says, "). Make room there, make it writable, or put it back. "):
+    for said in ("/run/", disk.says, "). Make room there, make it writable, or put it back."):
         assert any(word in first.text for word in said.split("|")), first.text
     assert stopped_together(outcome), outcome.ended
     assert max(one.took_s for one in outcome.ended) < FAULT_S
