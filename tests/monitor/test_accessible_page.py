@@ -63,6 +63,7 @@ def screens(one: Visit) -> Iterator[str]:
     yield "card"
     one.page.keyboard.press("Escape")
     one.tab("Results")
+    one.at(".way").first.wait_for(state="attached")  # the pictures move the table, and a press would miss its button
     one.press("Matrix trials/0001")
     place = one.at("#results .matrix-place")
     place.locator(".matrix").wait_for()
