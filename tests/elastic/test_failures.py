@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ddp_loop.elastic.failures import Ending, describe, describe_rest, find_first, read_ending
+from ddp_loop.elastic.rank import leave_error
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -35,6 +36,18 @@ def test_the_culprit_comes_first_with_its_traceback_and_the_others_have_a_line()
         "ddp_loop: rank 1 was ended by SIGTERM",
         "ddp_loop: rank 3 ended with exit code 0",
     ]
+
+
+def test_torchrun_names_the_rank_that_left_an_error_before_a_peer_that_ended_in_the_same_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the peer's second from its own clock, and the peer may come first."""
+    files = {rank: str(tmp_path / f"error-{rank}.json") for rank in (0, 1)}
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", files[1])
+    leave_error(ValueError("a"), "ValueError: a", TRACE, is_shown=True)
+    found = {rank: ProcessFailure(rank, 2**22 + rank, 1, file) for rank, file in files.items()}
+    rank, failure = ChildFailedError("train.py", found).get_first_failure()
+    assert (rank, failure.error_file) == (1, files[1])
 
 
 def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
