@@ -187,6 +187,29 @@ def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(show: Any, sweep: 
 # -- pictures ----------------------------------------------------------------------------------------------
 
 
+NOTE_TOPS = """() => {
+  window.tops = [];
+  const look = () => {
+    const line = document.querySelector(".trial");
+    if (line) tops.push(line.getBoundingClientRect().top);
+    requestAnimationFrame(look);
+  };
+  look();
+}"""
+
+
+def test_the_table_stays_where_it_is_when_the_tab_opens(show: Any, sweep: Path) -> None:
+    """A press would miss its button."""
+    one = show(sweep)
+    one.at(".sweep").first.wait_for(state="attached")
+    one.page.evaluate(NOTE_TOPS)
+    one.tab("Results")
+    one.at(".way").first.wait_for(state="attached")
+    drawn = one.page.evaluate("tops.length")
+    until(lambda: one.page.evaluate("tops.length") > drawn + 2, "it was painted with the pictures")
+    assert len(set(one.page.evaluate("tops"))) == 1
+
+
 @pytest.mark.covers("G4")
 def test_the_scatter_takes_any_column_names_the_trial_under_the_pointer_and_a_click_picks_it(
     show: Any, sweep: Path

@@ -39,6 +39,7 @@ export class Results {
     const asks = { pick: (key) => this.pick(key, !this.picked.has(key)), isPicked: (key) => this.picked.has(key) };
     const sweeps = html("div", { className: "sweeps" });
     this.sweeps = new SweepLines(sweeps, { ...this.page, trials: this.trials });
+    this.sweeps.refresh(); // when the tab opens, their lines are there, and do not move the table
     this.filter = html("input", { type: "search", className: "filter", autocomplete: "off", spellcheck: false,
       placeholder: 'rate=0.1 loss<0.5 status=failed "a word"' });
     this.filter.setAttribute("aria-label", "Filter the table");
@@ -222,7 +223,8 @@ export class Results {
     write(this.count, this.shown.length === this.trials.size ? all : `${grouped(this.shown.length)} of ${all}${clears}`);
     clearTimeout(this.later);
     this.found = found;
-    this.later = setTimeout(() => this.draw(), PICTURES_MS);
+    if (this.drawn === undefined) this.draw(); // later, the table would move under a pointer
+    else this.later = setTimeout(() => this.draw(), PICTURES_MS);
   }
 
   // Puts these lines into the table, and no others; what has the focus keeps it.
