@@ -137,10 +137,8 @@ def test_surfaces_of_another_shape_are_refused(panels: dict[str, torch.Tensor | 
         plots.surfaces(panels, tmp_path / "surfaces.png")
 
 
-def trial(
-    number: int, value: float | None, *, pruned: bool = False, **parameters: bool | float | str | None
-) -> TrialCurve:
-    return TrialCurve({"rate": 0.1**number, **parameters}, value, [1, 2, 3], [3.0, 2.0, 1.0 / (1 + number)], pruned)
+def trial(number: int, value: float | None, *pruned: bool, **parameters: bool | float | str | None) -> TrialCurve:
+    return TrialCurve({"rate": 0.1**number, **parameters}, value, [1, 2, 3], [3.0, 2.0, 1.0 / (1 + number)], *pruned)
 
 
 def test_trials_are_drawn_against_each_parameter_and_by_their_curves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +152,7 @@ def test_trials_are_drawn_against_each_parameter_and_by_their_curves(monkeypatch
     shown = [
         trial(1, 0.5, kind="a", on=True),
         trial(2, 0.25, kind="b", on=False),
-        trial(3, 0.1, pruned=True, kind="a", on=None),  # the least value, but it did not end
+        trial(3, 0.1, True, kind="a", on=None),  # the least value, but it did not end
         trial(4, None, kind="b", on=True),
     ]
     plots.trials(shown, "trials.png", value="error", curve="training loss")

@@ -238,6 +238,14 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
     assert not loaded._workers[0].is_alive()
 
 
+def test_data_that_hang_in_a_worker_are_not_compared(world: dl.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PROBE_S", 1)
+    before = child_processes()
+    batches = dl.Batches(Mapped(SIZE, lambda index: threading.Event().wait()), 2, world, num_workers=1)
+    assert batches._reader.fingerprint() == {}
+    assert child_processes() == before
+
+
 def test_a_worker_that_dies_raises_where_its_data_are_waited_for_and_not_within_a_sum_say(world: dl.World) -> None:
     """torch's SIGCHLD handler raises in the main thread, at any line, for each worker in its list."""
     before = children_except(set())

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddp_loop.elastic import is_stopped, oom_kills, process_states
+from ddp_loop.elastic import is_stopped, oom_kills, process_states, rank_processes
+from ddp_loop.elastic.rank_processes import RankProcesses
 from tests.support.harness import until
 from tests.support.paths import ROOT
 
@@ -161,3 +163,33 @@ def test_the_kernel_s_count_of_kills_is_that_of_the_own_group_or_of_the_machine(
     (tmp_path / "vmstat").unlink()
     (tmp_path / "self" / "cgroup").unlink()
     assert oom_kills() is None
+
+
+LEAVES = """import json, os, sys
+with open(sys.argv[1] + ".new", "w") as file:
+    facts = {"timestamp": "1", "is_shown": False, "py_callstack": "ValueError: its own error"}
+    json.dump({"message": {"message": "ValueError: its own error", "extraInfo": facts}}, file)
+os.replace(sys.argv[1] + ".new", sys.argv[1])
+input()
+"""
+
+
+def test_a_rank_has_time_to_leave_its_error_before_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 has failed, and rank 0 has just been started."""
+    monkeypatch.setattr(rank_processes, "GRACE_S", RUN_S)
+    file = tmp_path / "error.json"
+    was_there: list[bool] = []
+    with subprocess.Popen([sys.executable, "-S", "-c", LEAVES, str(file)], stdin=subprocess.PIPE) as process:
+        context = SimpleNamespace(
+            subprocess_handlers={0: SimpleNamespace(proc=process, close=None)},
+            error_files={0: str(file)},
+            close=lambda *_: was_there.append(file.exists()),
+            _failures={1: None},
+        )
+        RankProcesses(context, {0: 0}, 1)
+        context.close()
+        process.kill()
+    assert was_there == [True]
+    assert "its own error" in capsys.readouterr().err

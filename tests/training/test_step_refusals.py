@@ -468,11 +468,12 @@ LEFT: dict[str, tuple[Act, Act]] = {  # what ranks do in a step, and the last ac
     "after the last backward": (usual, each(backward, do_nothing)),  # when its sums have begun
     "where others gather": (holding, do_nothing),
     "between gather and fold": (holding, each(hold, lambda step, model: step.gather())),
+    "after the fold": (usual, usual),
 }
 
 
 def leave_early(world: dl.World, folder: str, where: str, culprit: int, then: str, at: int = 3) -> None:
-    """In small buckets; rank 3 has no shard. After step 13 the ranks' shares are measured."""
+    """In small buckets; rank 3 has no shard. After step 13 shares are measured, and the next fold is another."""
     act, last = LEFT[where]
     model = network()
     options: dict[str, Any] = {"shards": 3} if world.size == 4 else {"shards": 4, "shares": "measured"}
@@ -486,9 +487,18 @@ def leave_early(world: dl.World, folder: str, where: str, culprit: int, then: st
 
 
 @pytest.mark.covers("D10", "D13")
-@pytest.mark.parametrize(("ranks", "culprit", "then"), [(2, 0, "evaluate"), (2, 1, "evaluate"), (3, 1, ""), (4, 3, "")])
-@pytest.mark.parametrize("at", [1, 2, 12, 13, 14])
-@pytest.mark.parametrize("where", LEFT)
+@pytest.mark.parametrize(
+    ("where", "at", "ranks", "culprit", "then"),
+    [
+        ("before the shards", 1, 2, 0, "evaluate"),
+        ("after the last backward", 2, 2, 1, "evaluate"),
+        ("after the last backward", 12, 3, 1, ""),
+        ("where others gather", 12, 4, 3, ""),
+        ("after the fold", 13, 2, 1, "evaluate"),
+        ("after the fold", 13, 3, 1, ""),
+        ("between gather and fold", 14, 2, 0, "evaluate"),
+    ],
+)
 @pytest.mark.slow
 def test_one_rank_that_leaves_the_loop_alone_ends_all_with_an_error(
     where: str, at: int, ranks: int, culprit: int, then: str, on_ranks: OnRanks, tmp_path: Path
