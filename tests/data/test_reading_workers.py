@@ -241,8 +241,9 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
 def test_data_that_hang_in_a_worker_are_not_compared(world: dl.World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_PROBE_S", 1)
     before = child_processes()
-    batches = dl.Batches(Mapped(SIZE, lambda index: threading.Event().wait()), 2, world, num_workers=1)
-    assert batches._reader.fingerprint() == {}
+    reader = dl.Batches(Mapped(SIZE, lambda index: threading.Event().wait()), 2, world, num_workers=1)._reader
+    assert isinstance(reader, reading.LoaderReader)
+    assert reader.fingerprint() == {}
     assert child_processes() == before
 
 
