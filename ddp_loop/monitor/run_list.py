@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
@@ -78,14 +78,12 @@ class Listing:
     """What a folder held when it was listed.
 
     Attributes:
-        changed: its time of modification, in nanoseconds.
-        is_young: whether that was just before the listing.
+        changed: its time of modification, in nanoseconds; None if that was just before the listing.
         is_run: whether it is the folder of a run, or was one before.
         folders: names of the folders in it, sorted, but for those that a run keeps for itself.
     """
 
-    changed: int
-    is_young: bool
+    changed: int | None
     is_run: bool
     folders: list[str]
 
@@ -101,7 +99,7 @@ def runs_below(path: str, before: Mapping[str, Listing], listed: dict[str, Listi
     known = before.get(path)
     try:
         changed = os.stat(path).st_mtime_ns
-        if known is None or known.is_young or known.changed != changed:
+        if known is None or known.changed != changed:
             known = list_folder(path, changed, known is not None and known.is_run)
     except OSError:
         return
@@ -122,7 +120,7 @@ def list_folder(path: str, changed: int, was_run: bool) -> Listing:
     """
     is_young = time.time_ns() - changed < YOUNG_NS
     is_run, folders = look_into(path, was_run=was_run)
-    return Listing(changed, is_young, is_run, sorted(folders))
+    return Listing(None if is_young else changed, is_run, sorted(folders))
 
 
 # -- a line ------------------------------------------------------------------------------------------------
@@ -323,7 +321,9 @@ class RunList:
         runs: dict[str, RunSummary] = {}  # other threads see the last look's meanwhile
         lines: dict[str, tuple[int, str]] = {}
         for folder, name in self._find():
-            run = self._runs.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
+            if (run := self._runs.get(folder)) is None:
+                safe = "/".join(f"{part}-" if part in ACTIONS else part for part in name.split("/"))
+                run = RunSummary(key_of(self._keys, folder, safe), name, Path(folder))
             runs[folder] = run
             is_changed = run.look(deadline)
             known = self.now.lines.get(run.key)
@@ -349,23 +349,17 @@ class RunList:
                     seen.add(folder)
                     yield folder, _named(name)
 
-    def _key_of(self, folder: str, name: str) -> str:
-        """Return a run's unique name for requests; its folder keeps it."""
-        if folder not in self._keys:
-            parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
-            base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)
-            self._keys[folder] = free_key(base, self._keys.values())
-        return self._keys[folder]
 
-
-def free_key(base: str, taken: Collection[str]) -> str:
-    """Return a key that is not taken: the base, or the base and a number."""
-    key = base
-    number = 1
-    while key in taken:
-        number += 1
-        key = f"{base}-{number}"
-    return key
+def key_of(keys: dict[str, str], folder: str, name: str) -> str:
+    """Return a folder's unique name for requests, which it keeps in `keys`."""
+    if folder not in keys:
+        base = key = re.sub(r"[^\w.,=+@/-]", "-", name)
+        number = 1
+        while key in keys.values():
+            number += 1
+            key = f"{base}-{number}"
+        keys[folder] = key
+    return keys[folder]
 
 
 def _named(path: str) -> str:
