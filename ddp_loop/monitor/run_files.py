@@ -25,7 +25,7 @@ from typing import Any
 from ddp_loop.checkpoint import CONSOLE, IMAGE_FOLDER, USAGE, bytes_of, opened
 from ddp_loop.monitor.run_state import finite
 from ddp_loop.monitor.sweep_view import Answer
-from ddp_loop.reporting import JsonlTail, count, object_of, text_of
+from ddp_loop.reporting import JsonlTail, count, object_of
 
 READ_S = 0.5  # for one look; long files take several
 MOST_ENTRIES = 20_000  # the newest ones
@@ -261,7 +261,7 @@ def last_line(run: Path, file_name: str) -> str | None:
     if status != 200 or not isinstance(found, dict):
         return None
     lines = [line for line in found["text"].splitlines() if line.strip()]
-    return text_of(lines[-1][:300]) if lines else None
+    return lines[-1][:300] if lines else None
 
 
 # -- the use of processor, memory and GPU ------------------------------------------------------------------

@@ -135,7 +135,7 @@ class RunSummary:
         folder: of Loop(run_dir=...), which may not exist yet.
 
     Attributes:
-        is_behind: whether there is more to read now.
+        record: of the last look.
         said: the line, as JSON values; `version` changes whenever the curves do.
     """
 
@@ -143,9 +143,8 @@ class RunSummary:
         self.key = key
         self.name = name
         self.folder = folder
-        self.is_behind = False
         self._run = RunState(folder)
-        self._record = RunRecord(name, folder, "waiting")
+        self.record = RunRecord(name, folder, "waiting")
         self._form: Form = ()
         self.said: dict[str, Any] = {}
 
@@ -156,15 +155,14 @@ class RunSummary:
             deadline: by time.monotonic(), after which all but the state is left for the next call.
         """
         form = self._form_now()
-        if form == self._form and not self.is_behind and not self._run.is_active:
-            return False
         is_other = form != self._form
+        if not is_other and not self.record.is_behind and not self._run.is_active:
+            return False
         self._form = form
         before = self.said
         self._run.look()
-        if is_other or self.is_behind:
-            self._record = read_run(self.folder, deadline=deadline)
-            self.is_behind = self._record.is_behind
+        if is_other or self.record.is_behind:
+            self.record = read_run(self.folder, deadline=deadline)
         self.said = self._sum_up()
         return is_other or self.said != before
 
@@ -183,7 +181,7 @@ class RunSummary:
         return tuple(sorted(found))
 
     def _sum_up(self) -> dict[str, Any]:
-        record = self._record
+        record = self.record
         values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
         # A name may come from elsewhere. It becomes one line, without signs that are not seen.
         title = " ".join("".join(letter if letter.isprintable() else " " for letter in record.title).split())
@@ -208,16 +206,16 @@ class RunSummary:
         }
 
     def _elapsed(self) -> int | None:
-        if self._record.elapsed_s is None:
+        if self.record.elapsed_s is None:
             return None
         since = 0.0
         if self._run.is_active:
             written = [at * 1e-9 for name, at, _ in self._form if name in (ROWS, STATUS)]
             since = max(0.0, time.time() - max(written, default=time.time()))
-        return round(self._record.elapsed_s + since)
+        return round(self.record.elapsed_s + since)
 
     def _trial(self) -> dict[str, Any] | None:
-        record = self._record
+        record = self.record
         trial = self._run.trial
         if not trial:
             return None
@@ -232,8 +230,6 @@ class RunSummary:
         }
 
     def _tables(self) -> list[str]:
-        if not any(name == TABLES for name, _, _ in self._form):
-            return []
         with suppress(OSError):
             return sorted(one.stem for one in (self.folder / TABLES).glob("*.json"))[:MOST_VALUES]
         return []

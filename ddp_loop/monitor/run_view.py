@@ -142,7 +142,7 @@ class RunView:
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
-        seconds = self._rows.values(TIME) if TIME in self._rows.names else np.zeros(0)
+        seconds = self._rows.values(TIME)
         if not len(seconds) or np.isnan(seconds[-1]):
             return None, None, None
         since = 0.0
@@ -159,7 +159,7 @@ class RunView:
         if not took > 0:
             return round(elapsed), None, None
         made = int(self._rows.iterations[-1] - self._rows.iterations[-1 - recent])
-        samples = self._rows.values("samples")[-recent:] if "samples" in self._rows.names else [np.nan]
+        samples = self._rows.values("samples")[-recent:]
         rest = None
         if total is not None and goes_on:
             rest = round(max(0.0, (total - iteration) * took / made - since))
@@ -301,7 +301,7 @@ class RunView:
                 found[kind] = {
                     "steps": series.iterations[there].tolist(),
                     "epochs": series.epochs[there].tolist(),
-                    "seconds": _listed(series.values(TIME)[there]) if TIME in series.names else [None] * len(there),
+                    "seconds": _listed(series.values(TIME)[there]),
                     "values": _listed(values[there]),
                 }
             return {"is_behind": self._is_behind, "found": found} if found or self._is_behind else None

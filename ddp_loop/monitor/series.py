@@ -86,8 +86,8 @@ class MetricSeries:
         return np.array(self._columns["epoch"], dtype=np.int64)
 
     def values(self, name: str) -> Values:
-        """Return a column, shape (rows,); NaN for a row without a finite value."""
-        return np.array(self._columns[name], dtype=np.float64)
+        """Return a column, shape (rows,); NaN for a row without a finite value, and for all if there is no column."""
+        return np.array(self._columns.get(name, [nan] * len(self)), dtype=np.float64)
 
     def last(self) -> dict[str, float | int | None]:
         """Return the last row; values that are not finite are None."""
@@ -200,7 +200,7 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
 
 def seconds_of(series: MetricSeries) -> Values:
     """Return the elapsed seconds of each line; between two known ones for a line without, and never falling."""
-    seconds = series.values("elapsed_s") if "elapsed_s" in series.names else np.full(len(series), nan)
+    seconds = series.values("elapsed_s")
     steps = series.iterations
     known = np.isfinite(seconds)
     if not known.any():
