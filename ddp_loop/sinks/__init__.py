@@ -4,10 +4,9 @@ A sink gets the rows, the evaluations and the values of `Loop.log` and its neigh
 continues the sink's files: it replaces everything after the checkpoint.
 """
 
-from ddp_loop.reporting import RunStart
 from ddp_loop.sinks.csv_files import csv_sink, read_csv
 from ddp_loop.sinks.mlflow_runs import mlflow_sink
-from ddp_loop.sinks.protocol import Sink
+from ddp_loop.sinks.protocol import RunStart, Sink
 from ddp_loop.sinks.tensorboard import tensorboard_sink
 from ddp_loop.sinks.wandb_runs import wandb_sink
 

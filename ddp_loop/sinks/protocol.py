@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from ddp_loop.reporting import Pixels, RunStart
 
+__all__ = ["RunStart", "Sink"]
+
 
 @runtime_checkable
 class Sink(Protocol):
