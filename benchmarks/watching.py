@@ -35,7 +35,7 @@ from ddp_loop import networks
 from ddp_loop.monitor import start_page
 from ddp_loop.monitor.app import TOKEN_HEADER
 from ddp_loop.monitor.server import HERE
-from ddp_loop.reporting import OnRow
+from ddp_loop.reporting.sink_calls import OnRow
 from ddp_loop.sinks import csv_sink, tensorboard_sink
 
 MINI_BATCH = 128

@@ -312,7 +312,7 @@ def _diff(options: argparse.Namespace) -> bool:
 def _plot(options: argparse.Namespace) -> bool:
     from ddp_loop.reporting import PictureStyle, compare, export
 
-    style = PictureStyle(options.title, options.smooth, True if options.log else None)
+    style = PictureStyle(options.title, options.smooth, options.log or None)
     if len(options.runs) == 1 and options.output is None:
         return _show(True, map(str, export(options.runs[0], style)))
     return _show(True, map(str, compare(options.runs, options.output or Path("pictures"), style)))

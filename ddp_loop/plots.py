@@ -225,20 +225,20 @@ def _run_colors(runs: Sequence[str]) -> dict[str, Any]:
 def _draw_panel(axes: Axes, panel: Panel, run: str, color: Any, smoothing: float) -> None:
     training, evaluated = (run, f"{run}, evaluated") if run else ("training", "evaluated")
     if len(panel.values):
-        at = np.asarray(panel.iterations)
         values = np.asarray(panel.values, dtype=np.float64)
-        places, means, least, most = _thinned(at, values)
+        places, means, least, most = _thinned(panel.iterations, values)
         known = np.isfinite(values)
         if smoothing and known.any():
             axes.plot(places, means, linewidth=0.8, alpha=0.3, color=color)
-            places, means, _, _ = _thinned(at[known], smooth(values[known], at[known], smoothing))
+            at = np.asarray(panel.iterations)[known]
+            places, means, _, _ = _thinned(at, smooth(values[known], at, smoothing))
         elif len(places) < len(values):
             axes.fill_between(places, least, most, alpha=0.25, linewidth=0, color=color)
         is_alone = len(places) == 1
         axes.plot(places, means, "o" if is_alone else "-", linewidth=1.2, label=_plain(training), color=color)
     if len(panel.evaluated):
         shade = color if run else "tab:orange"
-        places, means, _, _ = _thinned(np.asarray(panel.evaluated_at), np.asarray(panel.evaluated, dtype=np.float64))
+        places, means, _, _ = _thinned(panel.evaluated_at, panel.evaluated)
         axes.plot(places, means, "o--", markersize=4, linewidth=1, label=_plain(evaluated), color=shade)
 
 
@@ -316,7 +316,7 @@ def trials(
     axes = figure.add_subplot(places[1, :])
     for one in [*(each for each in shown if each is not best), best]:
         if len(one.values):
-            at, means, _, _ = _thinned(np.asarray(one.iterations), np.asarray(one.values, dtype=np.float64))
+            at, means, _, _ = _thinned(one.iterations, one.values)
             label = ", ".join(f"{name} {_short(of)}" for name, of in one.parameters.items()) if one is best else None
             axes.plot(at, means, color=colors.get(id(one), "lightgray"), linewidth=2 if one is best else 1, label=label)
             if one.is_pruned:
@@ -372,8 +372,9 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values]:
+def _thinned(at: npt.ArrayLike, given: npt.ArrayLike) -> tuple[Values, Values, Values, Values]:
     """Merge neighbors to at most `_POINTS` points: position, mean, smallest and largest value, without NaN."""
+    values = np.asarray(given, dtype=np.float64)
     each = -(-len(values) // _POINTS)
     starts = np.arange(0, len(values), each)
     counts = np.diff([*starts, len(values)])

@@ -65,10 +65,8 @@ class ImageFolder:
         files = _images_of_classes(Path(folder))
         self.class_names = tuple(files)
         self.paths = tuple(path for paths in files.values() for path in paths)
-        self.labels = torch.repeat_interleave(
-            torch.arange(len(files), device="cpu"),
-            torch.tensor([len(paths) for paths in files.values()], device="cpu"),
-        )
+        labels = [number for number, paths in enumerate(files.values()) for _ in paths]
+        self.labels = torch.tensor(labels, device="cpu")
 
     def __len__(self) -> int:
         return len(self.paths)

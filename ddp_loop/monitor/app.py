@@ -261,10 +261,6 @@ class MonitorApp:
         found = self._view(key).values(name)
         return (404, "There is no such metric.") if found is None else (200, found)
 
-    def stop(self, key: str) -> Answer:
-        """Ask a run to stop."""
-        return stop_from_page(ask_to_stop, self.folder_of(key), "The run folder")
-
     def sweeps(self) -> Answer:
         """Return the sweeps of the runs."""
         self.runs.look()
@@ -349,7 +345,7 @@ def _routes(site: MonitorApp) -> list[Route]:
         *map(panel, ("console", "usage", "texts", "images")),
         *map(text, ("note", "name")),
         *map(sweep, ("stop", "again")),
-        writing("runs/{key:path}/stop", lambda of, body: site.stop(of["key"])),
+        writing("runs/{key:path}/stop", lambda of, body: stop_from_page(ask_to_stop, folder(of), "The run folder")),
         writing("runs/{key:path}/continue", lambda of, body: site.continuations.start(folder(of), body)),
         reading("runs/{key:path}", lambda of, asked: site.card(of["key"])),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,7 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
         name: of the texts; None for all.
         before: a number; only older texts are returned.
     """
-    many: dict[str, int] = {}
-    for entry in texts.entries:
-        many[entry.name] = many.get(entry.name, 0) + 1
+    many = Counter(entry.name for entry in texts.entries)
     asked = [
         entry
         for entry in reversed(texts.entries)

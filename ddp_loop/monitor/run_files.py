@@ -14,9 +14,8 @@ import re
 import stat
 import struct
 import time
-from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan, nan
@@ -26,7 +25,7 @@ from typing import Any
 from ddp_loop.checkpoint import CONSOLE, IMAGE_FOLDER, USAGE, bytes_of, opened
 from ddp_loop.monitor.run_state import finite
 from ddp_loop.monitor.sweep_view import Answer
-from ddp_loop.reporting import JsonlTail, count, object_of, text_of
+from ddp_loop.reporting import JsonlTail, count, object_of
 
 READ_S = 0.5  # for one look; long files take several
 MOST_ENTRIES = 20_000  # the newest ones
@@ -262,7 +261,7 @@ def last_line(run: Path, file_name: str) -> str | None:
     if status != 200 or not isinstance(found, dict):
         return None
     lines = [line for line in found["text"].splitlines() if line.strip()]
-    return text_of(lines[-1][:300]) if lines else None
+    return lines[-1][:300] if lines else None
 
 
 # -- the use of processor, memory and GPU ------------------------------------------------------------------
@@ -272,53 +271,50 @@ class UsageSeries:
     """What one rank has used. When it has too many points, each two become one: their mean, at the later time.
 
     Attributes:
-        elapsed: seconds since the run began, rising.
-        values: by measure; NaN where a line has none.
+        points: seconds since the run began, rising, and the measures; NaN where a line has none.
     """
 
     def __init__(self) -> None:
-        self.elapsed = array("d")
+        self.points: list[list[float]] = []
         self._every = 1
-        self.values = {name: array("d") for name in MEASURES}
         self._open: list[list[float]] = []
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line; one without a time is left out, and later ones are removed."""
-        elapsed = finite(line.get("elapsed_s"))
-        if elapsed is None:
+        point = [nan if (value := finite(line.get(name))) is None else value for name in ("elapsed_s", *MEASURES)]
+        if isnan(point[0]):
             return
-        while self.elapsed and self.elapsed[-1] >= elapsed:
-            self.elapsed.pop()
-            for column in self.values.values():
-                column.pop()
-        self._open.append([nan if (value := finite(line.get(name))) is None else value for name in MEASURES])
+        while self.points and self.points[-1][0] >= point[0]:
+            self.points.pop()
+        self._open.append(point)
         if len(self._open) < self._every:
             return
-        self.elapsed.append(elapsed)
-        for place, column in enumerate(self.values.values()):
-            column.append(_mean([one[place] for one in self._open]))
+        self.points.append(_merged(self._open))
         self._open = []
-        if len(self.elapsed) >= MOST_POINTS:
+        if len(self.points) >= MOST_POINTS:
             self._every *= 2
-            self.elapsed = self.elapsed[1::2]
-            self.values = {
-                name: array("d", [_mean(list(column[at : at + 2])) for at in range(0, len(column) - 1, 2)])
-                for name, column in self.values.items()
-            }
+            self.points = [_merged(self.points[at : at + 2]) for at in range(0, MOST_POINTS, 2)]
 
     def shown(self) -> dict[str, Any]:
         """Return the points as JSON values; a measure that no line has is left out."""
+        elapsed, *measures = ([point[place] for point in self.points] for place in range(1 + len(MEASURES)))
         return {
-            "elapsed_s": self.elapsed.tolist(),
+            "elapsed_s": elapsed,
             **{
                 name: [None if isnan(one) else round(one, 1) for one in column]
-                for name, column in self.values.items()
+                for name, column in zip(MEASURES, measures, strict=True)
                 if not all(map(isnan, column))
             },
         }
 
 
-def _mean(values: list[float]) -> float:
+def _merged(points: list[list[float]]) -> list[float]:
+    """The means of neighbours' measures, at the time of the last one."""
+    _, *measures = zip(*points, strict=True)
+    return [points[-1][0], *map(_mean, measures)]
+
+
+def _mean(values: Sequence[float]) -> float:
     there = [one for one in values if not isnan(one)]
     return sum(there) / len(there) if there else nan
 

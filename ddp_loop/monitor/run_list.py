@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
@@ -78,14 +78,12 @@ class Listing:
     """What a folder held when it was listed.
 
     Attributes:
-        changed: its time of modification, in nanoseconds.
-        is_young: whether that was just before the listing.
+        changed: its time of modification, in nanoseconds; None if that was just before the listing.
         is_run: whether it is the folder of a run, or was one before.
         folders: names of the folders in it, sorted, but for those that a run keeps for itself.
     """
 
-    changed: int
-    is_young: bool
+    changed: int | None
     is_run: bool
     folders: list[str]
 
@@ -101,7 +99,7 @@ def runs_below(path: str, before: Mapping[str, Listing], listed: dict[str, Listi
     known = before.get(path)
     try:
         changed = os.stat(path).st_mtime_ns
-        if known is None or known.is_young or known.changed != changed:
+        if known is None or known.changed != changed:
             known = list_folder(path, changed, known is not None and known.is_run)
     except OSError:
         return
@@ -122,7 +120,7 @@ def list_folder(path: str, changed: int, was_run: bool) -> Listing:
     """
     is_young = time.time_ns() - changed < YOUNG_NS
     is_run, folders = look_into(path, was_run=was_run)
-    return Listing(changed, is_young, is_run, sorted(folders))
+    return Listing(None if is_young else changed, is_run, sorted(folders))
 
 
 # -- a line ------------------------------------------------------------------------------------------------
@@ -137,7 +135,7 @@ class RunSummary:
         folder: of Loop(run_dir=...), which may not exist yet.
 
     Attributes:
-        is_behind: whether there is more to read now.
+        record: of the last look.
         said: the line, as JSON values; `version` changes whenever the curves do.
     """
 
@@ -145,9 +143,8 @@ class RunSummary:
         self.key = key
         self.name = name
         self.folder = folder
-        self.is_behind = False
         self._run = RunState(folder)
-        self._record = RunRecord(name, folder, "waiting")
+        self.record = RunRecord(name, folder, "waiting")
         self._form: Form = ()
         self.said: dict[str, Any] = {}
 
@@ -158,15 +155,14 @@ class RunSummary:
             deadline: by time.monotonic(), after which all but the state is left for the next call.
         """
         form = self._form_now()
-        if form == self._form and not self.is_behind and not self._run.is_active:
-            return False
         is_other = form != self._form
+        if not is_other and not self.record.is_behind and not self._run.is_active:
+            return False
         self._form = form
         before = self.said
         self._run.look()
-        if is_other or self.is_behind:
-            self._record = read_run(self.folder, deadline=deadline)
-            self.is_behind = self._record.is_behind
+        if is_other or self.record.is_behind:
+            self.record = read_run(self.folder, deadline=deadline)
         self.said = self._sum_up()
         return is_other or self.said != before
 
@@ -185,7 +181,7 @@ class RunSummary:
         return tuple(sorted(found))
 
     def _sum_up(self) -> dict[str, Any]:
-        record = self._record
+        record = self.record
         values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
         # A name may come from elsewhere. It becomes one line, without signs that are not seen.
         title = " ".join("".join(letter if letter.isprintable() else " " for letter in record.title).split())
@@ -210,16 +206,16 @@ class RunSummary:
         }
 
     def _elapsed(self) -> int | None:
-        if self._record.elapsed_s is None:
+        if self.record.elapsed_s is None:
             return None
         since = 0.0
         if self._run.is_active:
             written = [at * 1e-9 for name, at, _ in self._form if name in (ROWS, STATUS)]
             since = max(0.0, time.time() - max(written, default=time.time()))
-        return round(self._record.elapsed_s + since)
+        return round(self.record.elapsed_s + since)
 
     def _trial(self) -> dict[str, Any] | None:
-        record = self._record
+        record = self.record
         trial = self._run.trial
         if not trial:
             return None
@@ -234,8 +230,6 @@ class RunSummary:
         }
 
     def _tables(self) -> list[str]:
-        if not any(name == TABLES for name, _, _ in self._form):
-            return []
         with suppress(OSError):
             return sorted(one.stem for one in (self.folder / TABLES).glob("*.json"))[:MOST_VALUES]
         return []
@@ -323,7 +317,9 @@ class RunList:
         runs: dict[str, RunSummary] = {}  # other threads see the last look's meanwhile
         lines: dict[str, tuple[int, str]] = {}
         for folder, name in self._find():
-            run = self._runs.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
+            if (run := self._runs.get(folder)) is None:
+                safe = "/".join(f"{part}-" if part in ACTIONS else part for part in name.split("/"))
+                run = RunSummary(key_of(self._keys, folder, safe), name, Path(folder))
             runs[folder] = run
             is_changed = run.look(deadline)
             known = self.now.lines.get(run.key)
@@ -349,23 +345,17 @@ class RunList:
                     seen.add(folder)
                     yield folder, _named(name)
 
-    def _key_of(self, folder: str, name: str) -> str:
-        """Return a run's unique name for requests; its folder keeps it."""
-        if folder not in self._keys:
-            parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
-            base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)
-            self._keys[folder] = free_key(base, self._keys.values())
-        return self._keys[folder]
 
-
-def free_key(base: str, taken: Collection[str]) -> str:
-    """Return a key that is not taken: the base, or the base and a number."""
-    key = base
-    number = 1
-    while key in taken:
-        number += 1
-        key = f"{base}-{number}"
-    return key
+def key_of(keys: dict[str, str], folder: str, name: str) -> str:
+    """Return a folder's unique name for requests, which it keeps in `keys`."""
+    if folder not in keys:
+        base = key = re.sub(r"[^\w.,=+@/-]", "-", name)
+        number = 1
+        while key in keys.values():
+            number += 1
+            key = f"{base}-{number}"
+        keys[folder] = key
+    return keys[folder]
 
 
 def _named(path: str) -> str:

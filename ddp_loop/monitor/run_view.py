@@ -142,7 +142,7 @@ class RunView:
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
-        seconds = self._rows.values(TIME) if TIME in self._rows.names else np.zeros(0)
+        seconds = self._rows.values(TIME)
         if not len(seconds) or np.isnan(seconds[-1]):
             return None, None, None
         since = 0.0
@@ -159,7 +159,7 @@ class RunView:
         if not took > 0:
             return round(elapsed), None, None
         made = int(self._rows.iterations[-1] - self._rows.iterations[-1 - recent])
-        samples = self._rows.values("samples")[-recent:] if "samples" in self._rows.names else [np.nan]
+        samples = self._rows.values("samples")[-recent:]
         rest = None
         if total is not None and goes_on:
             rest = round(max(0.0, (total - iteration) * took / made - since))
@@ -230,11 +230,14 @@ class RunView:
             part_of_points = _Part.of(evaluated, points, first, last)
             curves = {}
             smoothed = {}
+            ends = {}
             for name in rows.names:
                 if name not in asked:
                     continue
                 values = rows.values(name)
                 curves[name] = part.curve(values)
+                if (end := end_of(values)) is not None:
+                    ends[name] = [*_places(axis, places[end : end + 1]), int(iterations[end])]
                 if smoothing > 1:
                     smoothed[name] = part.curve(smooth(values, iterations, smoothing))
             return {
@@ -246,7 +249,7 @@ class RunView:
                 "steps": iterations[part.kept].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
-                "ends": self._ends(asked, axis, places),
+                "ends": ends,
                 "evaluated_x": _places(axis, evaluated[part_of_points.kept]),
                 "evaluated_steps": points_of.iterations[part_of_points.kept].tolist(),
                 "evaluated": {
@@ -263,13 +266,6 @@ class RunView:
         every = max(1, -(-len(ends) // MOST_MARKS))
         ends = ends[every - 1 :: every]
         return [[int(epochs[end]), place] for end, place in zip(ends, _places(axis, places[ends]), strict=True)]
-
-    def _ends(self, asked: Collection[str], axis: str, places: Values) -> dict[str, list[float | int]]:
-        """Return the place and the step at which a metric of the rows stopped being finite, by name."""
-        found = {name: end_of(self._rows.values(name)) for name in self._rows.names if name in asked}
-        steps = self._rows.iterations
-        ended = {name: end for name, end in found.items() if end is not None}
-        return {name: [*_places(axis, places[end : end + 1]), int(steps[end])] for name, end in ended.items()}
 
     def _places(self, axis: str, series: MetricSeries) -> Values:
         return places_on(axis, series, self._rows, count(self._run.status.get("steps_per_epoch")))
@@ -305,7 +301,7 @@ class RunView:
                 found[kind] = {
                     "steps": series.iterations[there].tolist(),
                     "epochs": series.epochs[there].tolist(),
-                    "seconds": _listed(series.values(TIME)[there]) if TIME in series.names else [None] * len(there),
+                    "seconds": _listed(series.values(TIME)[there]),
                     "values": _listed(values[there]),
                 }
             return {"is_behind": self._is_behind, "found": found} if found or self._is_behind else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -36,17 +36,16 @@ class MetricSeries:
 
     def clear(self) -> None:
         """Remove all rows."""
-        self._keys = {key: array("q") for key in _KEYS}
-        self._columns: dict[str, array[float]] = {}
+        self._columns = {key: array("d") for key in _KEYS}
         self.refused = 0
         self.left_out: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._keys["iteration"])
+        return len(self._columns["iteration"])
 
     @property
     def names(self) -> list[str]:
-        return list(self._columns)
+        return [name for name in self._columns if name not in _KEYS]
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows. Rows of later iterations are removed; a row of the same iteration is extended."""
@@ -59,54 +58,43 @@ class MetricSeries:
 
     def _add(self, columns: Columns) -> None:
         """Add rows whose iterations rise."""
-        steps = columns.column("iteration").astype(np.int64)
-        if len(self) and steps[0] < self._keys["iteration"][-1]:
-            self._cut(int(steps[0]))
-        is_there = int(len(self) and steps[0] == self._keys["iteration"][-1])
-        self._keys["iteration"].frombytes(steps[is_there:].tobytes())
-        self._keys["epoch"].frombytes(columns.epochs[is_there:].astype(np.int64).tobytes())
+        steps = columns.column("iteration")
+        before = self._columns["iteration"][-1] if len(self) else -1
+        if steps[0] < before:
+            keep = int(np.searchsorted(self.iterations, steps[0]))
+            for column in self._columns.values():
+                del column[keep:]
         for column in self._columns.values():
-            column.extend(array("d", [nan]) * (len(steps) - is_there))
-        self._add_names(columns.names)
-        for name in self._columns.keys() & columns.names:
-            self._columns[name][-len(steps) :] = array("d", columns.column(name).tobytes())
-
-    def _add_names(self, names: Iterable[str]) -> None:
-        """Begin a column for each new name, if there is room."""
-        for name in names:
-            if name not in _KEYS and name not in self._columns:
-                if len(self._columns) < MOST_COLUMNS:
-                    self._columns[name] = array("d", [nan]) * len(self)
-                else:
-                    self.left_out.add(name)
-
-    def _cut(self, iteration: int) -> None:
-        keep = int(np.searchsorted(self.iterations, iteration))
-        for key in self._keys.values():
-            del key[keep:]
-        for column in self._columns.values():
-            del column[keep:]
+            column.extend(array("d", [nan]) * (len(steps) - int(steps[0] == before)))
+        for name in columns.names:
+            if name not in self._columns and len(self.names) < MOST_COLUMNS:
+                self._columns[name] = array("d", [nan]) * len(self)
+            if name in self._columns:
+                self._columns[name][-len(steps) :] = array("d", columns.column(name).tobytes())
+            else:
+                self.left_out.add(name)
+        self._columns["epoch"][-len(steps) :] = array("d", columns.epochs.tobytes())
 
     @property
     def iterations(self) -> npt.NDArray[np.int64]:
         """The iterations, shape (rows,)."""
-        return np.array(self._keys["iteration"], dtype=np.int64)
+        return np.array(self._columns["iteration"], dtype=np.int64)
 
     @property
     def epochs(self) -> npt.NDArray[np.int64]:
         """The epochs, shape (rows,); 0 for a row without one."""
-        return np.array(self._keys["epoch"], dtype=np.int64)
+        return np.array(self._columns["epoch"], dtype=np.int64)
 
     def values(self, name: str) -> Values:
-        """Return a column, shape (rows,); NaN for a row without a finite value."""
-        return np.array(self._columns[name], dtype=np.float64)
+        """Return a column, shape (rows,); NaN for a row without a finite value, and for all if there is no column."""
+        return np.array(self._columns.get(name, [nan] * len(self)), dtype=np.float64)
 
     def last(self) -> dict[str, float | int | None]:
         """Return the last row; values that are not finite are None."""
         if not len(self):
             return {}
-        row: dict[str, float | int | None] = {key: column[-1] for key, column in self._keys.items()}
-        return row | {name: nothing_for_nan(column[-1]) for name, column in self._columns.items()}
+        keys = {key: int(self._columns[key][-1]) for key in _KEYS}
+        return keys | {name: nothing_for_nan(self._columns[name][-1]) for name in self.names}
 
 
 def nothing_for_nan(value: float) -> float | None:
@@ -212,7 +200,7 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
 
 def seconds_of(series: MetricSeries) -> Values:
     """Return the elapsed seconds of each line; between two known ones for a line without, and never falling."""
-    seconds = series.values("elapsed_s") if "elapsed_s" in series.names else np.full(len(series), nan)
+    seconds = series.values("elapsed_s")
     steps = series.iterations
     known = np.isfinite(seconds)
     if not known.any():

@@ -258,10 +258,9 @@ def serve_child() -> None:
     signal.signal(signal.SIGTERM, _leave)
     with socket.socket(fileno=0) as listening:
         site = MonitorApp([Path(job["run"])])
-        with token_file(HERE, listening.getsockname()[1], job["token"]):
-            server = make_server(site, listening, job["token"], names_of(HERE, ()))
-            threading.Thread(target=_end_with, args=(job["parent"], job["linger_s"], site, server), daemon=True).start()
-            server.run(sockets=[listening])
+        server = make_server(site, listening, job["token"], names_of(HERE, ()))
+        threading.Thread(target=_end_with, args=(job["parent"], job["linger_s"], site, server), daemon=True).start()
+        server.run(sockets=[listening])
 
 
 def _end_with(parent: int, linger_s: float, site: MonitorApp, server: uvicorn.Server) -> None:

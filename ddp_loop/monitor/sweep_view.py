@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import NOTE, STOP, TABLES, TITLE, bytes_of, opened, read_json, write_text_atomic
-from ddp_loop.monitor.run_list import free_key
+from ddp_loop.monitor.run_list import key_of
 from ddp_loop.monitor.run_state import finite
 from ddp_loop.reporting import (
     FAILED_TRIAL,
@@ -113,7 +113,7 @@ class Sweeps:
 
     def __init__(self, given: Sequence[Path]) -> None:
         self._given = [Path(os.path.abspath(path)) for path in given]
-        self._keys: dict[Path, str] = {}
+        self._keys: dict[str, str] = {}  # by folder
 
     def look(self, runs: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Return what the page shows of each sweep.
@@ -125,24 +125,22 @@ class Sweeps:
 
     def folder_of(self, key: str, runs: Mapping[str, Path]) -> Path | None:
         """Return the folder of the sweep that has a key."""
-        return next((folder for folder in self._found(runs) if self._keys[folder] == key), None)
+        return next((folder for folder in self._found(runs) if self._key_of(folder) == key), None)
 
     def _found(self, runs: Mapping[str, Path]) -> dict[Path, list[str]]:
         found: dict[Path, list[str]] = {}
         for key, folder in runs.items():
             if folder.parent.name == TRIALS and any(map(folder.parent.parent.is_relative_to, self._given)):
                 found.setdefault(folder.parent.parent, []).append(key)
-        found = {folder: keys for folder, keys in found.items() if is_sweep(folder)}
-        for folder in found:
-            if folder not in self._keys:
-                base = re.sub(r"[^\w.,=+@-]", "-", folder.name) or "sweep"
-                self._keys[folder] = free_key(base, self._keys.values())
-        return found
+        return {folder: keys for folder, keys in found.items() if is_sweep(folder)}
+
+    def _key_of(self, folder: Path) -> str:
+        return key_of(self._keys, str(folder), folder.name or "sweep")
 
     def _about(self, folder: Path, keys: list[str]) -> dict[str, Any]:
         facts = read_json(folder / SWEEP) or {}
         return {
-            "key": self._keys[folder],
+            "key": self._key_of(folder),
             "name": text_of(facts.get("name")) or folder.name,
             "folder": str(folder),
             "trials": count(facts.get("trials")),

@@ -31,9 +31,6 @@ from ddp_loop.reporting.run_records import (
     EVALUATION,
     TRIAL,
     RunRecord,
-    ValueSummary,
-    find_runs,
-    is_lower_better,
     look_into,
     plain_reason,
     read_run,
@@ -43,7 +40,7 @@ from ddp_loop.reporting.run_records import (
     total_steps,
 )
 from ddp_loop.reporting.run_table import RunQuery, best_run, list_runs
-from ddp_loop.reporting.sink_calls import OnRow, Receivers, RunStart, all_of, without_sinks
+from ddp_loop.reporting.sink_calls import Receivers, RunStart, all_of, without_sinks
 from ddp_loop.reporting.sweep_files import (
     AGAIN,
     FAILED_TRIAL,
@@ -79,7 +76,6 @@ __all__ = [
     "JsonlTail",
     "Labels",
     "LoggedValues",
-    "OnRow",
     "PictureStyle",
     "Pixels",
     "Receivers",
@@ -88,7 +84,6 @@ __all__ = [
     "RunRecord",
     "RunStart",
     "TailUpdate",
-    "ValueSummary",
     "WeightedMeans",
     "all_of",
     "append_whole",
@@ -102,11 +97,9 @@ __all__ = [
     "compare",
     "count",
     "export",
-    "find_runs",
     "has_workers",
     "is_at_an_iteration",
     "is_averaged",
-    "is_lower_better",
     "is_sweep",
     "list_runs",
     "look_into",

@@ -63,11 +63,9 @@ def export(run: Path, style: PictureStyle = PictureStyle()) -> list[Path]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = run / TABLE
     with table.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows(
-            ["nan" if name in row and row[name] is None else row.get(name) for name in names] for row in rows
-        )
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: "nan" if value is None else value for name, value in row.items()} for row in rows)
     title = run.absolute().name if style.title is None else style.title
     return [*_draw(_panels(run, rows), run / PICTURES, title, style), table]
 

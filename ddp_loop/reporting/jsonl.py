@@ -330,14 +330,12 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
     Args:
         file: open for reading.
         after: rows of later iterations do not stay.
-        each: called with each row that stays, up to the first one that is out of order.
+        each: called with each row that may stay, in the order of the file.
         once: whether the file has one row for each iteration.
     """
     places = array("q")
     damaged: list[tuple[int, int]] = []
-    before = -1  # the iteration of the row before
-    size = 0
-    is_sound = ends = True
+    ends = True  # whether the last row that stays has the end of its line
     is_behind = False  # after a row that does not stay
     for start, end, line in _lines_of(file):
         text = line.lstrip(b"\0")  # a crash can leave NULs before the next line
@@ -350,12 +348,8 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
             continue
         damaged += [(start, end - len(text))] if len(text) < len(line) else []
         places.extend((row["iteration"], end - len(text), end))
-        is_sound = is_sound and end - len(text) == size and row["iteration"] - before >= once
-        before = row["iteration"]
         ends = line.endswith(b"\n")
-        if is_sound:
-            size = end
-            each(row)
+        each(row)
     found = np.array(places, dtype=np.int64).reshape(-1, 3)
     is_in_order = bool((np.diff(found[:, 0]) >= once).all())
     if not is_in_order:
@@ -363,7 +357,8 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
         damaged = sorted(damaged + replaced)
     if once and len(found) == after:
         damaged = [span for span in damaged if span[0] < found[:, 2].max(initial=0)]
-    return _ScannedRows(found, damaged, is_sound and ends and not damaged, is_in_order)
+    is_unbroken = np.array_equal(found[:, 1], np.append(0, found[:, 2])[:-1])
+    return _ScannedRows(found, damaged, is_unbroken and is_in_order and ends and not damaged, is_in_order)
 
 
 def _is_whole(row: Row, once: bool) -> bool:
@@ -573,12 +568,13 @@ class JsonlWriter:
     def _recover(self, after: int, begin: Callable[[], Each], once: bool) -> None:
         """Cut the file back to the rows that stay, and describe what was damaged."""
         found = self._scan(after, begin, once)
-        notices = [] if found.is_sound else self._mend(found)
+        notices = []
+        if not found.is_sound:
+            notices = self._mend(found)
+            found = self._scan(after, begin, once)
         if once and (missing := _missing(found.places[:, 0].tolist(), after)):
             notices.append(f"{missing} from {self._path.name}")
         self.notice = "; ".join(notices)
-        if not found.is_sound:
-            found = self._scan(after, begin, once)
         self._size = int(found.places[:, 2].max(initial=0))
         self._cut(self._open())
 

@@ -80,7 +80,7 @@ class LoggedValues:
         run: RunFiles,
         sinks: SinkCalls,
         began: float,
-        show: Callable[[Mapping[str, float], int], None] = lambda values, epoch: None,
+        show: Callable[[Mapping[str, float], int], None] | None = None,
     ) -> None:
         self.run = run
         self._sinks = sinks
@@ -151,7 +151,8 @@ class LoggedValues:
         if self._sinks:
             self.write()  # before a sink has it: what a killed run gave to sinks is known when it resumes
             self._sinks.call("logged", line.place | values | {"elapsed_s": round(line.elapsed_s, 4)})
-        self._show(values, line.place["epoch"])
+        if self._show is not None:
+            self._show(values, line.place["epoch"])
 
     # -- evaluations, texts, images, tables --------------------------------------------------------------------
 

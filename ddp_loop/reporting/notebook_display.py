@@ -35,19 +35,10 @@ class NotebookDisplay:
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
-        self._newest: Callable[[], ProgressView | None] = lambda: None
 
-    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
-        """Show the newest view."""
-        self._newest = newest
-        self._show(last=False)
-
-    def close(self) -> None:
-        """Show the last view, which stays visible."""
-        self._show(last=True)
-
-    def _show(self, *, last: bool) -> None:
-        if (view := self._newest()) is not None:
+    def draw(self, newest: Callable[[], ProgressView | None], *, last: bool) -> None:
+        """Show the newest view; the last one stays visible."""
+        if (view := newest()) is not None:
             self._cell.show(as_html(view, has_ended=last), view.line()[:_MOST_TEXT], last=last)
 
 

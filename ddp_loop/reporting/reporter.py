@@ -270,8 +270,8 @@ class Reporter:
             extent = TrainingLength(**where.extent, after=run.after, ranks=world.size, device=str(world.device))
             self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), self.epoch)
         sinks = SinkCalls(receivers, world.print)
-        shown = {} if self._terminal is None else {"show": self._terminal.take_logged}
-        self.logged = LoggedValues(run, sinks, self._began, **shown)
+        show = None if self._terminal is None else self._terminal.take_logged
+        self.logged = LoggedValues(run, sinks, self._began, show)
         world.on_leaving(lambda: sinks.close(world.ended_by))
         world.on_leaving(self.logged.close)
         sinks.call("begin", _start_of(run.folder, config, run.after))

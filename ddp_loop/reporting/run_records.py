@@ -92,7 +92,7 @@ class RunRecord:
         logged: the values of `Loop.log`, by name.
         scores: the newest and the lowest score of the checkpoints, as "score"; empty if none has one.
         steps, of_steps: updates so far, and of the whole run; None if that is unknown.
-        epoch, epochs: the epoch of the last update, and the number of epochs; None if unknown.
+        epoch: of the last update; None if unknown.
         elapsed_s: the run's time up to its last row, in seconds; None before the first.
         began: when the run or the trial's first attempt began, in seconds since 1970; None if unknown.
         ranks: the number of ranks; None if unknown.
@@ -116,7 +116,6 @@ class RunRecord:
     steps: int = 0
     of_steps: int | None = None
     epoch: int | None = None
-    epochs: int | None = None
     elapsed_s: float | None = None
     began: float | None = None
     ranks: int | None = None
@@ -257,7 +256,7 @@ class _RunReader:
             run, trial, status = (self._content(one, read_json) or {} for one in (RUN, TRIAL, STATUS))
             objective = text_of(trial.get("objective"))
             direction = text_of(trial.get("direction"))
-            decides = "" if objective is None else objective.removeprefix(EVALUATION)
+            decides = (objective or "").removeprefix(EVALUATION)
             wants_lower = {decides: direction != "maximize"} if decides and self._highest is None else {}
             is_lower = lambda value: not self._highest and wants_lower.get(value, is_lower_better(value))  # noqa: E731
             files = [self._evaluations, self._logged, self._rows]
@@ -281,7 +280,6 @@ class _RunReader:
                 steps=step if state in ENDED and step else max(step, self._rows.iteration),
                 of_steps=total_steps(status),
                 epoch=self._rows.epoch,
-                epochs=count(status.get("epochs")),
                 elapsed_s=max(elapsed, default=None),
                 began=_time_of(run, trial),
                 ranks=count(status.get("ranks")) or count(trial.get("ranks")),

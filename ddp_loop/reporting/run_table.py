@@ -169,8 +169,10 @@ def column_named(given: str, columns: Sequence[str], others: Iterable[str] = ())
     """
     names = [*columns, *others]
     plain = {_plain(name): name for name in reversed(names)}
-    if given in names or _plain(given) in plain:
-        return given if given in names else plain[_plain(given)]
+    if given in names:
+        return given
+    if _plain(given) in plain:
+        return plain[_plain(given)]
     near = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.6)
     hint = f"Did you mean {plain[near[0]]!r}?" if near else f"There are {', '.join(columns)}."
     raise ValueError(f"No run has a column {given!r}. {hint}")
@@ -243,7 +245,7 @@ def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
     more = ("of steps", "epoch", "ranks", "folder")
     names = list(dict.fromkeys([*table.columns, *table.others, *more]))
     with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
-        writer = csv.DictWriter(file, names, restval="", extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

@@ -90,18 +90,16 @@ class SinkCalls:
 
     def flush(self) -> None:
         """Let all receivers write what they have."""
-        for one in self._receivers:
-            if not _is_sink(one):
-                getattr(one, "flush", _nothing)()
+        for one in without_sinks(self._receivers):
+            getattr(one, "flush", _nothing)()
         self.call("flush")
 
     def end_loop(self) -> None:
         """Close plain receivers; sinks get what follows the loop, too."""
         with ExitStack() as ending:
             ending.callback(self.call, "flush")
-            for one in self._receivers:
-                if not _is_sink(one):
-                    ending.callback(getattr(one, "close", _nothing))
+            for one in without_sinks(self._receivers):
+                ending.callback(getattr(one, "close", _nothing))
 
     def close(self, error: BaseException | None) -> None:
         """Close the sinks, of a script that an exception ended, or None."""

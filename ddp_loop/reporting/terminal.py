@@ -129,11 +129,8 @@ def _is_beside(name: str) -> bool:
 class Display(Protocol):
     """Shows a view in the place of the last one."""
 
-    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
-        """Show the newest view, now and whenever something is printed."""
-
-    def close(self) -> None:
-        """End the display; the last view stays visible."""
+    def draw(self, newest: Callable[[], ProgressView | None], *, last: bool) -> None:
+        """Show the newest view, now and whenever something is printed; the last one stays visible."""
 
 
 class Progress:
@@ -321,14 +318,11 @@ class Terminal:
     def _show(self, *, last: bool = False) -> None:
         """Draw the newest view; a terminal that was closed gets no further one."""
         with _drawing:
-            if self._display is None:
+            if self._display is None or self._progress.last is None:
                 return
             try:
-                if self._progress.last is not None:
-                    self._display.draw(self._progress.newest)
-                    self._drawn = time.monotonic()
-                if last:
-                    self._display.close()
+                self._display.draw(self._progress.newest, last=last)
+                self._drawn = time.monotonic()
             except OSError:
                 self._display = None
 
@@ -388,8 +382,8 @@ class LiveDisplay:
             vertical_overflow="ellipsis",
         )
 
-    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
-        """Show the newest view, now and whenever something is printed."""
+    def draw(self, newest: Callable[[], ProgressView | None], *, last: bool) -> None:
+        """Show the newest view, now and whenever something is printed; the last one stays visible."""
         self._newest = newest
         if not self._live.is_started:
             before = sys.stdout, sys.stderr
@@ -398,10 +392,7 @@ class LiveDisplay:
             follow_instead(before[1], sys.stderr)
             self._console.show_cursor(True)  # a killed process could not show it again
         self._live.refresh()
-
-    def close(self) -> None:
-        """End the display; the last view stays visible."""
-        if self._live.is_started:
+        if last:
             self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:

@@ -27,7 +27,6 @@ class _CsvFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: io.FileIO | None = None
         self._names: dict[str, None] = {}
         self._lines: list[str] = []
         self._flushed = -math.inf
@@ -37,7 +36,8 @@ class _CsvFile:
 
         A file that is not there comes with its first line.
         """
-        self.close()
+        self.flush()
+        self._names = {}
         if not is_own and self._path.is_file() and self._path.stat().st_size:
             target = next(one for n in count(1) if not os.path.lexists(one := f"{self._path}.{n}"))
             self._path.rename(target)
@@ -55,8 +55,6 @@ class _CsvFile:
 
     def add(self, row: Row) -> None:
         """Add a line; new names are added to the header."""
-        if self._file is None:
-            self._rewrite([], [])
         if not self._names.keys() >= row.keys():
             self.flush()
             self._rewrite([*self._names | dict.fromkeys(row)], read_csv(self._path))
@@ -65,36 +63,23 @@ class _CsvFile:
             self.flush()
 
     def _rewrite(self, names: list[str], rows: list[dict[str, str]]) -> None:
-        self._close_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}")
         with temporary.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+            writer = csv.DictWriter(file, names, lineterminator="\n")
             if names:
                 writer.writeheader()
             writer.writerows(rows)
         temporary.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)
         self._names = dict.fromkeys(names)
 
     def flush(self) -> None:
         """Write the rows so far."""
         self._flushed = time.monotonic()
-        if self._file is not None and self._lines:
-            append_whole(self._file, ("\n".join(self._lines) + "\n").encode(), self._file.seek(0, os.SEEK_END))
+        if self._lines:
+            with self._path.open("ab", buffering=0) as file:
+                append_whole(file, ("\n".join(self._lines) + "\n").encode(), file.tell())
             self._lines = []
-
-    def close(self) -> None:
-        """Write the rows so far, and close the file."""
-        try:
-            self.flush()
-        finally:
-            self._close_file()
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def _cell(value: object) -> str:
@@ -127,14 +112,13 @@ class _Csv:
 
     def flush(self) -> None:
         """Write the lines so far."""
-        for file in self._files:
-            file.flush()
-
-    def close(self) -> None:
-        """Write the lines so far, and close the files."""
         with ExitStack() as ending:
             for file in self._files:
-                ending.callback(file.close)
+                ending.callback(file.flush)
+
+    def close(self) -> None:
+        """Write the lines so far."""
+        self.flush()
 
 
 def _are_in(rows: list[dict[str, str]], path: Path) -> bool:

@@ -45,7 +45,6 @@ class PointSink:
         self._last: Row = {}
         self._waiting: list[Point] = []
         self._sent_at = time.monotonic()
-        self._has_row = False
 
     def _send(self, points: list[Point]) -> None:
         """Send the points that waited, in order."""
@@ -57,18 +56,18 @@ class PointSink:
 
     def __call__(self, row: Row) -> None:
         """Take a row; the first one is sent at once."""
+        is_first = not self._last
         self._means.add(int(row["samples"]), row)
         self._last = dict(row)
-        if self._has_row:
-            self._flush_if_time()
-        else:
-            self._has_row = True
+        if is_first:
             self._send_waiting()
+        else:
+            self._flush_if_time()
 
     def evaluated(self, line: Row) -> None:
         """Take the result of an evaluation, and send it; null is NaN."""
         self._add("evaluation", {f"evaluation/{name}": value for name, value in _values_of(line)}, line["iteration"])
-        self._send_waiting()
+        self.flush()
 
     def logged(self, line: Row) -> None:
         """Take logged values; null is NaN."""

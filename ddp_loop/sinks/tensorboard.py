@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.reporting import Pixels, RunStart
-from ddp_loop.sinks.points import Point, PointSink, Row, require
+from ddp_loop.sinks.points import Point, PointSink, require
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:
@@ -42,10 +42,6 @@ class _TensorBoard(PointSink):
         for point in points:
             for name, value in point.values.items():
                 self._writer.add_scalar(name, value, point.iteration, walltime=point.at_s)
-
-    def evaluated(self, line: Row) -> None:
-        super().evaluated(line)
-        self._writer.flush()
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
         self._writer.add_text(name, text, iteration)

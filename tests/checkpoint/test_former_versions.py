@@ -10,8 +10,8 @@ import pytest
 import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.monitor.run_list import RunList
-from ddp_loop.reporting import find_runs
 from ddp_loop.reporting.jsonl import read_lines
+from ddp_loop.reporting.run_records import find_runs
 from ddp_loop.tracing import compare_runs
 from tests.support.former import EPOCHS, SPACE, STEPS, former_run, former_sweep, train
 from tests.support.harness import OnRanks

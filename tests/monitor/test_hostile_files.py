@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ddp_loop.checkpoint import FileLock
+from ddp_loop.checkpoint import FileLock, ask_to_stop
 from ddp_loop.monitor import run_list
 from ddp_loop.monitor.app import MonitorApp, _sent
-from ddp_loop.monitor.sweep_view import Answer, Refused, read_table, write_text
+from ddp_loop.monitor.sweep_view import Answer, Refused, read_table, stop_from_page, write_text
 from ddp_loop.reporting import RunQuery, best_run, list_runs
 from tests.support.logged_files import add_image, add_texts, add_usage
 from tests.support.serving import row
@@ -224,7 +224,7 @@ def test_a_note_and_a_reason_are_read_from_the_run_folder_only(sweep: Path, tmp_
         card = json.loads(as_text(site.card(KEY))[1])
         assert (card["state"], card["why"]) == ("stopping", None)
         assert "secret" not in site.runs.look().changes()
-        assert site.stop(KEY)[0] == 202
+        assert stop_from_page(ask_to_stop, site.folder_of(KEY), "The run folder")[0] == 202
         assert json.loads(as_text(site.card(KEY))[1])["why"] == "the page"
     assert (tmp_path / "secret").read_text() == "a secret"
     for what in ("note", "name"):

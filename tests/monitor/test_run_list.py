@@ -17,7 +17,7 @@ import pytest
 from ddp_loop.checkpoint import RunFolder
 from ddp_loop.monitor import run_list
 from ddp_loop.monitor.run_list import RunList, RunSummary, Snapshot
-from ddp_loop.reporting import find_runs
+from ddp_loop.reporting.run_records import find_runs
 from tests.support.harness import count_calls
 from tests.support.logged_files import append_lines
 from tests.support.serving import ask, row, served, write_lines, write_run
@@ -242,9 +242,9 @@ def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> Non
     run = write_run(tmp_path / "one", status="done")
     summary = RunSummary("one", "one", run)
     assert summary.look(time.monotonic() - 1)
-    assert (summary.is_behind, summary.said["state"], summary.said["last"]) == (True, "done", {})
+    assert (summary.record.is_behind, summary.said["state"], summary.said["last"]) == (True, "done", {})
     assert summary.look(time.monotonic() + 9)
-    assert (summary.is_behind, summary.said["last"]) == (False, {"loss": 1.0})
+    assert (summary.record.is_behind, summary.said["last"]) == (False, {"loss": 1.0})
 
 
 # -- many --------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: 
     for number in range(1000):
         write_run(tmp_path / "trials" / f"{number:04}", 3, status="done")
     runs = RunList([tmp_path])
-    while any(run.is_behind for run in runs._runs.values()) or not runs._runs:
+    while any(run.record.is_behind for run in runs._runs.values()) or not runs._runs:
         runs.look()
     before = runs.look()
     assert len(runs_of(before)) == 1000

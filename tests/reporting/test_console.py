@@ -247,9 +247,9 @@ def test_a_terminal_stays_one_and_a_live_display_leaves_only_real_lines(
             display = open_display()
             assert display is not None
             for number in range(3):
-                display.draw(lambda: VIEW)
+                display.draw(lambda: VIEW, last=False)
                 print("real line", number)
-            display.close()
+            display.draw(lambda: VIEW, last=True)
             print("after the display")
             assert sys.stdout is stream
             shown = read_until(near, "after the display")

@@ -58,10 +58,10 @@ def test_a_view_has_step_share_times_values_ranks_and_a_curve() -> None:
 def test_the_last_view_says_how_it_ended(iteration: int, ending: str) -> None:
     cell = Shown()
     display = NotebookDisplay(cell)
-    display.close()
+    display.draw(lambda: None, last=True)
     assert cell.shown == []
-    display.draw(lambda: view_of(iteration))
-    display.close()
+    for last in (False, True):
+        display.draw(lambda: view_of(iteration), last=last)
     (first, text, early), (end, _, late) = cell.shown
     assert (ending in text_of(first), ending in text_of(end)) == (False, True)
     assert (early, late, text) == (False, True, view_of(iteration).line())
@@ -85,7 +85,7 @@ def test_a_terminal_draws_it_in_place_of_lines() -> None:
     terminal.take(RowMeta(1, 1, 4, 1.0, False), {"loss": 1.0})
     terminal.close("stopped")
     assert lines == ["stopped"]
-    assert [last for *_, last in cell.shown] == [False, True]
+    assert [last for *_, last in cell.shown] == [True]
     assert "Epoch 1 of 2, step 1 of 40" in cell.shown[0][1]
 
 

@@ -17,9 +17,10 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from ddp_loop.determinism import digest
-from ddp_loop.reporting import OnRow, exports, read_run, reporter
+from ddp_loop.reporting import exports, read_run, reporter
 from ddp_loop.reporting import throughput as paces
 from ddp_loop.reporting.jsonl import line_of
+from ddp_loop.reporting.sink_calls import OnRow
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from ddp_loop.sinks.points import Point, PointSink

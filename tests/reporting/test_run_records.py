@@ -10,17 +10,8 @@ from typing import Any
 import pytest
 
 from ddp_loop.checkpoint import RunFolder, ask_to_stop
-from ddp_loop.reporting import (
-    JsonlTail,
-    RunRecord,
-    ValueSummary,
-    find_runs,
-    is_lower_better,
-    jsonl,
-    plain_reason,
-    read_run,
-    run_records,
-)
+from ddp_loop.reporting import JsonlTail, RunRecord, jsonl, plain_reason, read_run, run_records
+from ddp_loop.reporting.run_records import ValueSummary, find_runs, is_lower_better
 from tests.support.logged_files import append_lines
 from tests.support.serving import row, write_lines, write_run
 

@@ -268,12 +268,12 @@ def test_the_display_fits_its_terminal_and_is_drawn_over_itself(columns: int, mo
         values = {"loss": 0.5, "accuracy": 0.25, "gradient_norm": 1.25, "learning_rate": 0.1}
         extent = TrainingLength(epochs=4, steps_per_epoch=25, ranks=3)
         view = ProgressView(extent, 2, 10, values, 1234.0, 65.0, 30.0, [4.0, 2.0, 1.0, 0.5], 1)
-        display.draw(lambda: view)
+        display.draw(lambda: view, last=False)
         print("above 10")
         view = replace(view, iteration=50)
         print("above 50")  # draws it again, as it is now
         said = read_until(near, "step 50 of 100")
-        display.close()
+        display.draw(lambda: view, last=True)
         assert sys.stdout is stdout
         print("below", flush=True)
         said += read_until(near, "below\r\n")
@@ -301,14 +301,11 @@ class Looked:
         self.views, self.times = list[ProgressView](), list[float]()
         self.now, self._look_s = 100.0, look_s
 
-    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
+    def draw(self, newest: Callable[[], ProgressView | None], *, last: bool) -> None:
         self.now += self._look_s
         self.times.append(self.now)
         if (view := newest()) is not None:
             self.views.append(view)
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_slow_terminal_never_shows_a_state_older_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,13 +341,10 @@ class Alone(Looked):
         super().__init__()
         self.others: list[bool] = []
 
-    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
-        super().draw(newest)
+    def draw(self, newest: Callable[[], ProgressView | None], *, last: bool) -> None:
+        super().draw(newest, last=last)
         with ThreadPoolExecutor(1) as another:
             self.others.append(another.submit(terminal._drawing.acquire, blocking=False).result())
-
-    def close(self) -> None:
-        self.draw(lambda: None)
 
 
 def test_one_thread_draws_at_a_time_so_that_a_display_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +356,7 @@ def test_one_thread_draws_at_a_time_so_that_a_display_is_begun_once(monkeypatch:
     shown.take(RowMeta(1, 1, 4, 1.0, False), {"loss": 1.0})
     shown.refresh()
     shown.close()
-    assert display.others == [False] * 3
+    assert display.others == [False] * 2
 
 
 def test_without_a_terminal_or_rich_there_is_no_display(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

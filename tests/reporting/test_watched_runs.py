@@ -185,7 +185,7 @@ def test_a_terminal_that_is_gone_raises_nothing() -> None:
     gone = Mock(side_effect=OSError(5, "Input/output error"))
     for shows in (False, True):
         said: list[str] = []
-        terminal = Terminal(said.append, TrainingLength(), 0.0, SimpleNamespace(draw=gone, close=gone))
+        terminal = Terminal(said.append, TrainingLength(), 0.0, SimpleNamespace(draw=gone))
         if shows:
             terminal.take(RowMeta(1, 1, 4, 0.5, True), {"loss": 1.0})
         terminal.close("stopped after step 1")
