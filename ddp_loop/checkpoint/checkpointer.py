@@ -42,7 +42,7 @@ from ddp_loop.checkpoint.run_folder import (
     write_error,
 )
 from ddp_loop.checkpoint.serialization import SerializedState
-from ddp_loop.checkpoint.staging import StagingBuffers
+from ddp_loop.checkpoint.staging import copy_to_host
 from ddp_loop.checkpoint.starting import words_to_go_on
 from ddp_loop.checkpoint.state import JobState, Stateful, read_on_rank_zero
 from ddp_loop.checkpoint.storage import CheckpointStore
@@ -52,6 +52,7 @@ from ddp_loop.elastic import leave_advice
 
 OnSaveError = Literal["raise", "warn"]
 
+KEPT_BYTES = 64 << 20  # of a copy whose memory waits for the next one
 _SHOWN = 4  # settings in a line
 _LOOK_S = 0.005
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
@@ -96,14 +97,12 @@ class Snapshot:
 
     Attributes:
         problem: why this state must not be saved.
-        buffers: of the copy.
     """
 
     position: dict[str, int]
     copied: SerializedState | None
     checksums: str
     problem: Exception | None
-    buffers: StagingBuffers
 
 
 def _advice_of(folder: Path, kept: Sequence[str], around: Callable[[], str] | None = None) -> str:
@@ -156,7 +155,7 @@ class Checkpointer:
         self._store: CheckpointStore | None = None  # on rank 0
         self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
-        self._spare: list[StagingBuffers] = []
+        self._spare: list[Mapping[str, torch.Tensor]] = []  # copies that are not needed any more
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._has_said_unlike = False
@@ -299,12 +298,12 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"The checkpoint of step {iteration} could not be made. {error}") from error
-        buffers = self._spare.pop() if self._spare else StagingBuffers()
         if self._store is not None:
-            return Snapshot(dict(position), buffers.copy(serialized), "", problem, buffers)
+            memory = self._spare.pop() if self._spare else {}
+            return Snapshot(dict(position), copy_to_host(serialized, memory), "", problem)
         names, sums = self._job.checksums(serialized)
         checksums = json.dumps([names, sums.tolist(), self._job.checksums_of_values(serialized)])
-        return Snapshot(dict(position), None, checksums, problem, buffers)
+        return Snapshot(dict(position), None, checksums, problem)
 
     def save_held(self, held: Snapshot, score: float | None = None) -> None:
         """Start to save a copied state. Every rank must call this.
@@ -318,8 +317,9 @@ class Checkpointer:
 
     def drop(self, snapshot: Snapshot) -> None:
         """Keep the memory of a copy that is not needed any more for the next one, or free it if it is large."""
-        snapshot.buffers.free_if_large()
-        self._spare.append(snapshot.buffers)
+        memory = {} if snapshot.copied is None else snapshot.copied.tensors
+        if sum(one.nbytes for one in memory.values()) <= KEPT_BYTES:
+            self._spare.append(memory)
 
     def release_state(self) -> None:
         """Let the job's state be freed; copies made before can still be saved."""
