@@ -37,7 +37,7 @@ def measure(sampler: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as place:
         called = time.time()
         results = dl.sweep(nothing, space, Path(place, "sweep"), slots=SLOTS, progress=False, **keywords)
-        attempts = [one for trial in results for one in (read_json(trial.folder / "trial.json") or {})["attempts"]]
+        attempts = [one for trial in results for one in read_json(trial.folder / "trial.json")["attempts"]]
     if [one.status for one in results] != ["done"] * TRIALS or len(attempts) != TRIALS:
         raise RuntimeError("every trial must end at its first attempt; not all did")
     began, ended = min(one["began"] for one in attempts), max(one["ended"] for one in attempts)

@@ -434,7 +434,7 @@ def _how_to_resume(words: list[str]) -> str:
 
     fact = "There is no command 'resume'. A run resumes when its script is started again"
     for word in words:
-        status = read_json(Path(word) / STATUS) or {}
+        status = read_json(Path(word) / STATUS)
         if command := way_on(status):
             return " ".join(filter(None, (f"{fact}: {command}", lacks_secret(status))))
     return f"{fact}, for example: {program_name()} {EXAMPLES['run']}"

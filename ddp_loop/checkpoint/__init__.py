@@ -48,7 +48,7 @@ from ddp_loop.checkpoint.run_folder import (
     stop_and_wait,
 )
 from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
-from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on, words_to_go_on
+from ddp_loop.checkpoint.starting import lacks_secret, way_on, words_to_go_on
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import (
     CHECKPOINTS,
@@ -97,7 +97,6 @@ __all__ = [
     "OnSaveError",
     "RunFolder",
     "Snapshot",
-    "Start",
     "Stateful",
     "ask_to_stop",
     "asked_to_stop",
@@ -121,7 +120,6 @@ __all__ = [
     "read_json",
     "read_text",
     "run_id_of",
-    "start_command",
     "stop_and_wait",
     "store_of",
     "sync_folder",

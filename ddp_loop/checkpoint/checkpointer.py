@@ -38,11 +38,11 @@ from ddp_loop.checkpoint.run_folder import (
     RunFolder,
     asked_to_stop,
     forget_stop,
-    set_status,
+    set_failed,
     write_error,
 )
 from ddp_loop.checkpoint.serialization import SerializedState
-from ddp_loop.checkpoint.staging import StagingBuffers
+from ddp_loop.checkpoint.staging import copy_to_host
 from ddp_loop.checkpoint.starting import words_to_go_on
 from ddp_loop.checkpoint.state import JobState, Stateful, read_on_rank_zero
 from ddp_loop.checkpoint.storage import CheckpointStore
@@ -52,6 +52,7 @@ from ddp_loop.elastic import leave_advice
 
 OnSaveError = Literal["raise", "warn"]
 
+KEPT_BYTES = 64 << 20  # of a copy whose memory waits for the next one
 _SHOWN = 4  # settings in a line
 _LOOK_S = 0.005
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
@@ -96,14 +97,12 @@ class Snapshot:
 
     Attributes:
         problem: why this state must not be saved.
-        buffers: of the copy.
     """
 
     position: dict[str, int]
     copied: SerializedState | None
     checksums: str
     problem: Exception | None
-    buffers: StagingBuffers
 
 
 def _advice_of(folder: Path, kept: Sequence[str], around: Callable[[], str] | None = None) -> str:
@@ -156,7 +155,7 @@ class Checkpointer:
         self._store: CheckpointStore | None = None  # on rank 0
         self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
-        self._spare: list[StagingBuffers] = []
+        self._spare: list[Mapping[str, torch.Tensor]] = []  # copies that are not needed any more
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._has_said_unlike = False
@@ -299,12 +298,11 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"The checkpoint of step {iteration} could not be made. {error}") from error
-        buffers = self._spare.pop() if self._spare else StagingBuffers()
         if self._store is not None:
-            return Snapshot(dict(position), buffers.copy(serialized), "", problem, buffers)
-        names, sums = self._job.checksums(serialized)
-        checksums = json.dumps([names, sums.tolist(), self._job.checksums_of_values(serialized)])
-        return Snapshot(dict(position), None, checksums, problem, buffers)
+            memory = self._spare.pop() if self._spare else {}
+            return Snapshot(dict(position), copy_to_host(serialized, memory), "", problem)
+        checksums = json.dumps([self._job.checksums(serialized), self._job.checksums_of_values(serialized)])
+        return Snapshot(dict(position), None, checksums, problem)
 
     def save_held(self, held: Snapshot, score: float | None = None) -> None:
         """Start to save a copied state. Every rank must call this.
@@ -318,8 +316,9 @@ class Checkpointer:
 
     def drop(self, snapshot: Snapshot) -> None:
         """Keep the memory of a copy that is not needed any more for the next one, or free it if it is large."""
-        snapshot.buffers.free_if_large()
-        self._spare.append(snapshot.buffers)
+        memory = {} if snapshot.copied is None else snapshot.copied.tensors
+        if sum(one.nbytes for one in memory.values()) <= KEPT_BYTES:
+            self._spare.append(memory)
 
     def release_state(self) -> None:
         """Let the job's state be freed; copies made before can still be saved."""
@@ -395,10 +394,14 @@ class Checkpointer:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
             iteration = snapshot.position["iteration"]
             try:
-                names, checksums = self._job.checksums(copied)
-                self._compare(snapshot, names, checksums, self._job.checksums_of_values(copied))
-                facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
-                facts |= {"checksums": dict(zip(names, checksums.tolist(), strict=True)), "files": dict(files)}
+                sums = self._job.checksums(copied)
+                self._compare(snapshot, sums, self._job.checksums_of_values(copied))
+                facts = {
+                    "position": snapshot.position,
+                    "ranks": self._world.size,
+                    "checksums": sums,
+                    "files": dict(files),
+                }
                 what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
                 with explained(what):
                     sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
@@ -423,7 +426,7 @@ class Checkpointer:
         elif self._error is None:  # the first error is the cause
             self._error = error
 
-    def _compare(self, snapshot: Snapshot, names: list[str], sums: torch.Tensor, of_values: dict[str, int]) -> None:
+    def _compare(self, snapshot: Snapshot, sums: dict[str, int], of_values: dict[str, int]) -> None:
         """Wait for the other ranks' checksums, and compare them; other values than tensors may differ.
 
         Raises:
@@ -434,7 +437,8 @@ class Checkpointer:
         which = f"the checkpoint of step {snapshot.position['iteration']}"
         deadline = time.monotonic() + self._world.timeout_s
         is_left = False
-        rows = [sums.tolist()]
+        names = list(sums)
+        rows = [list(sums.values())]
         for rank in range(1, self._world.size):
             while (word := self._world.store.take(f"{key}/{rank}")) is None:
                 if self._world.is_left and not is_left:
@@ -448,14 +452,14 @@ class Checkpointer:
                         "`if world.rank == 0`."
                     )
                 time.sleep(_LOOK_S)
-            theirs, values, their_values = json.loads(word)
-            if theirs != names:
+            theirs, their_values = json.loads(word)
+            if list(theirs) != names:
                 odd = sorted(set(theirs) ^ set(names))
                 raise ReplicaMismatch(
                     f"At {which}, the state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass "
                     "a state= with the same tensors on all ranks."
                 )
-            rows.append(values)
+            rows.append(list(theirs.values()))
             unlike = [name for name, value in of_values.items() if their_values.get(name) != value]
             if unlike and not self._has_said_unlike:
                 self._has_said_unlike = True
@@ -526,17 +530,6 @@ class Checkpointer:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
                 self.missing["status"] = f"the status {status!r}"
 
-    def _say_what_is_missing(self, iteration: int, *, was_left: bool) -> None:
-        """Say that a save failed before the loop's next step, or was asked for in the step in which it was left."""
-        if (problem := self.problem()) is not None:
-            self.say(f"No checkpoint was written. {format_error(problem)}")
-        if self.asked and was_left:
-            self.say(
-                "A checkpoint of loop.save() is written as the next step begins. The loop was left in step "
-                f"{iteration}, so there is none of this step. Call loop.stop() instead of break to end with a "
-                "checkpoint."
-            )
-
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""
         if self._ended:
@@ -551,7 +544,14 @@ class Checkpointer:
                 self.write_status(status, **facts)
         self.wait()
         self._spare = []
-        self._say_what_is_missing(iteration, was_left=status == "left")
+        if (problem := self.problem()) is not None:  # of a save before the loop's next step
+            self.say(f"No checkpoint was written. {format_error(problem)}")
+        if self.asked and status == "left":
+            self.say(
+                "A checkpoint of loop.save() is written as the next step begins. The loop was left in step "
+                f"{iteration}, so there is none of this step. Call loop.stop() instead of break to end with a "
+                "checkpoint."
+            )
         if error is not None and self._advice and self.has_folder:
             error.add_note(self._advice)
         if not self._is_refused:
@@ -569,7 +569,7 @@ class Checkpointer:
             write_error(self.folder, rank, error)
         facts = {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
         if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
-            set_status(self.folder, "failed", facts)
+            set_failed(self.folder, facts)
         return facts
 
     def _unlock(self, run: RunFolder, status: str) -> None:

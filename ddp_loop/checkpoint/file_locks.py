@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
+_WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _open_here: dict[Path, int] = {}  # the descriptors of this process's locks; a file system may have no locks
 
 
@@ -84,8 +85,7 @@ def is_locked(path: Path) -> bool | None:
         return False
     try:
         if sys.platform == "linux":  # only Linux can tell without taking the lock, which could refuse a new one
-            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, query))[0]
+            kind: int = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _WHOLE_FILE))[0]
             return kind != fcntl.F_UNLCK
         try:
             _lock_file(descriptor)
@@ -106,7 +106,7 @@ def _lock_file(descriptor: int) -> None:
         OSError: the file system has no locks.
     """
     if sys.platform == "linux":
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
     else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -97,23 +97,19 @@ def _without_path(argument: str, folder: str) -> str:
     return f"{option}{equals}{OWN_FOLDER}" if path and os.path.realpath(path) == folder else argument
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None if the file is missing or damaged."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if the file is missing or damaged."""
     try:
         value = json.loads(read_start(path, MOST_JSON))
     except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-def _status_of(folder: Path) -> dict[str, Any]:
-    return read_json(folder / STATUS) or {}
-
-
-def set_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
-    """Change a run folder's status in place of its rank 0; an OSError is ignored."""
+def set_failed(folder: Path, facts: Mapping[str, object]) -> None:
+    """Write into a run folder's status that the run failed, in place of its rank 0; an OSError is ignored."""
     with suppress(OSError):
-        now = {**_status_of(folder), "status": status, "at": time.time(), **facts}
+        now = {**read_json(folder / STATUS), "status": "failed", "at": time.time(), **facts}
         write_atomic(folder / STATUS, now, is_private=True)
 
 
@@ -157,8 +153,7 @@ class RunFolder:
         self.folder = folder.absolute()
         self.news = list[str]()
         self.changed = list[str]()
-        start = start_command(directory=working_directory())
-        self._command = {"command": hide_secrets(sys.argv), "start": start.words, "directory": start.directory}
+        self._command = {"command": hide_secrets(sys.argv), **start_command(directory=working_directory())}
         self._is_kept = False
         what = f"The run folder {self.folder} cannot be created or written"
         remedy = "Make room there, make it writable, or pass another run_dir=."
@@ -202,7 +197,7 @@ class RunFolder:
         remedy = "Start again when it can be read."
         with explained(f"{path} cannot be read now", remedy), suppress(FileNotFoundError, IsADirectoryError):
             path.read_bytes()
-        before = read_json(path) or {}
+        before = read_json(path)
         is_whole = isinstance(before.get("id"), str) and isinstance(before.get("fingerprint"), dict)
         return before if is_whole else None
 
@@ -238,7 +233,7 @@ class RunFolder:
             if isinstance(arguments := former.get("arguments"), str):  # an older version kept secrets
                 former["arguments"] = " ".join(hide_secrets(arguments.split(" ")))
             self._check_same(_changed(former, facts), resume)
-            newest = _status_of(self.folder).get("checkpoint")
+            newest = read_json(self.folder / STATUS).get("checkpoint")
             if newest and not has_checkpoints:  # starting over would cut its rows to nothing
                 raise ValueError(
                     f"{self.folder} had the checkpoint {newest}, but {folder} has none. Put it back, or pass "
@@ -258,7 +253,7 @@ class RunFolder:
         lost = [name for name in changed if name in _OF_POSITIONS]
         if not changed or (resume and not lost):
             return
-        status = _status_of(self.folder).get("status", "not ended")
+        status = read_json(self.folder / STATUS).get("status", "not ended")
         remedy = "Pass resume=True to continue it with other bits,"
         if lost:
             remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
@@ -293,7 +288,7 @@ class RunFolder:
     def keep_record(self) -> None:
         """Keep run.json and the command in status.json, since this start makes no step."""
         self._is_kept = True
-        before = _status_of(self.folder)
+        before = read_json(self.folder / STATUS)
         self._command = {name: before.get(name, value) for name, value in self._command.items()}
 
     def record_start(self, **facts: object) -> None:
@@ -329,7 +324,7 @@ class RunFolder:
         Raises:
             OSError: it cannot be written, or the folder was replaced by another run's.
         """
-        if (read_json(self.folder / RUN) or {}).get("id") != self.id:
+        if run_id_of(self.folder) != self.id:
             raise FileNotFoundError(errno.ENOENT, f"{self.folder} is no longer the folder of this run")
         content = {"status": status, "at": time.time(), **self._process(), **facts}
         write_atomic(self.folder / STATUS, content, is_private=True)
@@ -374,7 +369,7 @@ def forget_stop(folder: Path) -> None:
 def is_running(run: Path) -> bool:
     """Whether a process has locked the run folder."""
     locked = is_locked(run / LOCK)
-    return _status_of(run).get("status") == "running" if locked is None else locked
+    return read_json(run / STATUS).get("status") == "running" if locked is None else locked
 
 
 def check_output(file: Path, suffix: str) -> None:
@@ -395,7 +390,7 @@ def check_output(file: Path, suffix: str) -> None:
 
 def run_id_of(run: Path) -> str | None:
     """Return the id in run.json; None if it cannot be read."""
-    found = (read_json(run / RUN) or {}).get("id")
+    found = read_json(run / RUN).get("id")
     return found if isinstance(found, str) else None
 
 
@@ -425,7 +420,7 @@ def ask_to_stop(run: Path, why: str) -> None:
     if not (run / RUN).is_file():
         raise no_run(run, "has no run.json")
     if not is_running(run):
-        status = _status_of(run).get("status", "unknown")
+        status = read_json(run / STATUS).get("status", "unknown")
         raise ValueError(f"No run is active in {run} (status: {status}). Pass the folder of a run that is training.")
     write_text_atomic(run / STOP, why)
 
@@ -444,7 +439,7 @@ def stop_and_wait(run: Path, timeout_s: float, say: Callable[[str], None]) -> bo
             say(f"{run}: still running after {timeout_s:g} s")
             return False
         time.sleep(_LOOK_S)
-    end = _status_of(run)
+    end = read_json(run / STATUS)
     at = f" at step {end['iteration']}" if "iteration" in end else ""
     kept = f", checkpoint {end['checkpoint']}" if end.get("checkpoint") else ", no checkpoint"
     say(f"{run}: {end.get('status', 'ended without a status')}{at}{kept}")

@@ -45,6 +45,8 @@ DTYPES = {_word(one): one for one in vars(torch).values() if isinstance(one, tor
 REMEDY = "Give the object a state_dict of plain values (numbers, strings, lists, dicts, tensors), or leave it out"
 _TOO_DEEP = f"has more than {LEVELS} levels"
 _NUMBERS = "biufc"  # kinds of NumPy's dtypes
+_SEVERAL: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_NAMED: dict[type, str] = {dict: "dict", defaultdict: "dict", Counter: "counter"}
 is_dense = torch.ops.aten.is_non_overlapping_and_dense
 
 
@@ -133,6 +135,10 @@ class _Serializer:
             return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
         if kind is list:
             return self._each(value)
+        if kind in _SEVERAL:
+            return {_SEVERAL[kind]: self._each(value)}
+        if kind in _NAMED:
+            return {_NAMED[kind]: self._pairs(value)}
         writer = self.WRITERS.get(kind)
         if writer is not None:
             return writer(self, value)
@@ -211,13 +217,7 @@ class _Serializer:
         return name
 
     WRITERS: ClassVar[dict[type, Callable[[_Serializer, Any], Any]]] = {
-        dict: lambda self, value: {"dict": self._pairs(value)},
-        defaultdict: lambda self, value: {"dict": self._pairs(value)},
-        Counter: lambda self, value: {"counter": self._pairs(value)},
         OrderedDict: _ordered,
-        tuple: lambda self, value: {"tuple": self._each(value)},
-        set: lambda self, value: {"set": self._each(value)},
-        frozenset: lambda self, value: {"frozenset": self._each(value)},
         complex: lambda self, value: {"complex": struct.pack(">dd", value.real, value.imag).hex()},
         bytes: lambda self, value: {"bytes": base64.b64encode(value).decode()},
         np.ndarray: _array,

@@ -9,55 +9,45 @@ into one block while the host copies the piece before it out of another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ddp_loop.accelerators import Accelerator, Event, accelerator_of, wait_for
 from ddp_loop.checkpoint.serialization import SerializedState
 
-KEPT_BYTES = 64 << 20  # of a copy whose memory waits for the next one
 BLOCK_BYTES = 32 << 20
 BLOCKS = 2
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # on the host, and on a device
 
 
-class StagingBuffers:
-    """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy.
+def copy_to_host(packed: SerializedState, memory: Mapping[str, torch.Tensor]) -> SerializedState:
+    """Copy the tensors to the CPU, completely.
 
-    A large state's copy is not kept beyond its use.
+    Args:
+        packed: the state.
+        memory: the tensors of an earlier copy, which is not needed any more. Those of the same form are overwritten,
+            since mapping fresh pages takes longer than the copy.
     """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
-
-    def copy(self, packed: SerializedState) -> SerializedState:
-        """Copy the tensors to the CPU, completely; this overwrites the result of the last call."""
-        memory = {}
-        pairs: dict[torch.device, list[Pair]] = {}
-        for name, tensor in packed.tensors.items():
-            own = self._memory.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            memory[name] = own
-            pairs.setdefault(tensor.device, []).append((own, tensor))
-        with torch.no_grad():
-            for device, copies in pairs.items():
-                accelerator = accelerator_of(device)
-                if accelerator.is_gpu:
-                    _copy_through_blocks(accelerator, copies)
-                    continue
-                here, there = zip(*copies, strict=True)
-                if (event := accelerator.start_copies(here, there)) is not None:
-                    wait_for(event)
-        self._memory = memory
-        return SerializedState(packed.structure, memory)
-
-    def free_if_large(self) -> None:
-        """Free the memory of the last copy, unless it is small enough to wait for the next one."""
-        if sum(one.nbytes for one in self._memory.values()) > KEPT_BYTES:
-            self._memory = {}
+    copied = {}
+    pairs: dict[torch.device, list[Pair]] = {}
+    for name, tensor in packed.tensors.items():
+        own = memory.get(name)
+        if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+            own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        copied[name] = own
+        pairs.setdefault(tensor.device, []).append((own, tensor))
+    with torch.no_grad():
+        for device, copies in pairs.items():
+            accelerator = accelerator_of(device)
+            if accelerator.is_gpu:
+                _copy_through_blocks(accelerator, copies)
+                continue
+            here, there = zip(*copies, strict=True)
+            if (event := accelerator.start_copies(here, there)) is not None:
+                wait_for(event)
+    return SerializedState(packed.structure, copied)
 
 
 def _copy_through_blocks(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:

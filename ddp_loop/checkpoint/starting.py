@@ -13,9 +13,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,18 @@ from ddp_loop.checkpoint.secrets import HIDDEN, hide_secrets, names_of_hidden
 from ddp_loop.elastic import START
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A command and the folder that it was typed in; None if that folder is gone."""
-
-    words: tuple[str, ...]
-    directory: str | None
-
-
-def start_command(environment: Mapping[str, str] = os.environ, directory: str | None = None) -> Start:
-    """The command that starts this run again, without its secrets. See [Note: Started by].
+def start_command(environment: Mapping[str, str] = os.environ, directory: str | None = None) -> dict[str, Any]:
+    """The command that starts this run again, without its secrets, as status.json has it. See [Note: Started by].
 
     Args:
         environment: of this process, by default.
         directory: in which the script was started, where the launcher does not say it.
+
+    Returns:
+        Its words as `start`, and the folder that it was typed in as `directory`; None if that folder is gone.
     """
-    start = _start_command(environment, directory)
-    return Start(tuple(hide_secrets(start.words)), start.directory)
+    words, typed_in = _started_by(environment, directory)
+    return {"start": hide_secrets(words), "directory": typed_in}
 
 
 def working_directory() -> str | None:
@@ -49,21 +43,21 @@ def working_directory() -> str | None:
     return None
 
 
-def _start_command(variables: Mapping[str, str], directory: str | None) -> Start:
+def _started_by(variables: Mapping[str, str], directory: str | None) -> tuple[Sequence[str], str | None]:
     with suppress(KeyError, ValueError, TypeError):
         left = json.loads(variables[START])
-        return Start(tuple(map(str, left["argv"])), str(left["directory"]))
+        return [*map(str, left["argv"])], str(left["directory"])
     if "TORCHELASTIC_RUN_ID" in variables:
         if words := _typed(os.getppid()):
-            return Start(tuple(words), directory)
+            return words, directory
         hosts = variables.get("GROUP_WORLD_SIZE", "1")
         several = [f"--nnodes={hosts}"] if hosts != "1" else []
         ranks = variables.get("LOCAL_WORLD_SIZE", "1")
-        return Start(("torchrun", *several, f"--nproc_per_node={ranks}", *_script()), directory)
+        return ["torchrun", *several, f"--nproc_per_node={ranks}", *_script()], directory
     found = shutil.which("python") or ""  # a shell's, which may be another one, without torch
     own = sys.executable or found  # an embedded interpreter has none
     is_this_one = os.path.dirname(found) == os.path.dirname(own)
-    return Start(("python" if is_this_one else own, *_script()), directory)
+    return ["python" if is_this_one else own, *_script()], directory
 
 
 def _typed(process: int) -> list[str]:
@@ -104,17 +98,15 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
 def words_to_go_on() -> str:
     """The lines with the command that resumes this run, without its secrets."""
     here = working_directory()
-    start = start_command(directory=here)
-    words = [*start.words]
+    status = start_command(directory=here)
+    words = status["start"]
     if len(words) > 1 and words[1] == shutil.which("ddp_loop"):
-        words = ["ddp_loop", *words[2:]]  # as it was typed
-    status = {"start": words, "directory": start.directory}
+        status["start"] = ["ddp_loop", *words[2:]]  # as it was typed
     return "\n".join(filter(None, (f"to go on: {way_on(status, here=here)}", lacks_secret(status))))
 
 
 def lacks_secret(status: Mapping[str, Any]) -> str:
-    """Advice for a command that had a secret, which no file keeps; empty for any other command."""
-    words = status.get("start")
-    if not isinstance(words, list) or not names_of_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
+    """Advice for a command, found by `way_on`, that had a secret, which no file keeps; empty for any other command."""
+    if not names_of_hidden(hide_secrets(status.get("start", []))):
         return ""
     return f"The command had a secret, which the run folder does not keep. Type it in place of {HIDDEN}."

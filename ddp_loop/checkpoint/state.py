@@ -74,16 +74,15 @@ class OutsideStateDict:
         """The names of the frozen and of the optimizers' parameters; the modes and buffers that have changed."""
         buffers = self._buffers()
         bits = _bits_of(buffers)
-        parameters = find_parameters(self._state)
         return {
-            "frozen": [name for name, one in parameters.items() if not one.requires_grad],
+            "frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad],
             "modes": {
                 name: layer.training
                 for name, layer in self._layers().items()
                 if layer.training != self._modes.get(name, True)
             },
             "buffers": {name: one for name, one in buffers.items() if self._began.get(name) != bits[name]},
-            "optimizers": numbered(self._state, parameters),
+            "optimizers": numbered(self._state),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,8 +91,7 @@ class OutsideStateDict:
         Raises:
             ValueError: an optimizer has its parameters in another order.
         """
-        parameters = find_parameters(self._state)
-        own = numbered(self._state, parameters)
+        own = numbered(self._state)
         for name, saved in state.get("optimizers", {}).items():
             for number, (here, there) in enumerate(zip(own.get(name, saved), saved, strict=False), 1):
                 if here != there:
@@ -102,7 +100,7 @@ class OutsideStateDict:
                         f"number {number} is {here}, in the checkpoint {there}. Give it its parameters in the same "
                         "order (a set has another one in each process), or pass resume=False to start over."
                     )
-        for name, parameter in parameters.items():
+        for name, parameter in find_parameters(self._state).items():
             parameter.requires_grad_(name not in state["frozen"])
         modes = state.get("modes", {})
         layers = self._layers()
@@ -131,9 +129,9 @@ class OutsideStateDict:
         }
 
 
-def numbered(state: Mapping[str, object], parameters: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+def numbered(state: Mapping[str, object]) -> dict[str, list[str]]:
     """For each optimizer of a job, the names of its parameters in its order."""
-    names = {id(one): name for name, one in parameters.items()}
+    names = {id(one): name for name, one in find_parameters(state).items()}
     return {
         name: [names[id(one)] for group in part.param_groups for one in group["params"]]
         for name, part in state.items()
@@ -224,10 +222,11 @@ class JobState:
         }
         return to_tree({JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts, _SAME: same})
 
-    def checksums(self, serialized: SerializedState) -> tuple[list[str], torch.Tensor]:
-        """Return the names and the checksums of the tensors that must be equal on all ranks."""
+    def checksums(self, serialized: SerializedState) -> dict[str, int]:
+        """Return the checksums of the tensors that must be equal on all ranks, by name."""
         names = [name for name in serialized.tensors if name.startswith(f"{JOB}.") and not self._is_local(name)]
-        return names, checksum_all([serialized.tensors[name] for name in names]).cpu()
+        sums = checksum_all([serialized.tensors[name] for name in names])
+        return dict(zip(names, sums.tolist(), strict=True))
 
     def checksums_of_values(self, serialized: SerializedState) -> dict[str, int]:
         """The checksum of each object's numbers, words and the like, all but its tensors, by name."""
@@ -259,8 +258,7 @@ class JobState:
         for name, part in self._parts.items():
             part.load_state_dict(kept[_PARTS][name])
         now = self.serialize()
-        names, sums = self.checksums(now)
-        for name, value in zip(names, sums.tolist(), strict=True):
+        for name, value in self.checksums(now).items():
             if checksums.get(name, value) != value:
                 here = _form_of(now, name)
                 there = _form_of(serialized, name)
@@ -285,23 +283,24 @@ def read_on_rank_zero(
         Exception: on rank 0, any that `read` raises.
         PeerFailed: on the others.
     """
-    own: list[dict[str, torch.Tensor]] = []  # on rank 0
+    own: list[SerializedState] = []  # on rank 0
 
     def outline() -> tuple[Facts, Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
         if (found := read()) is None:
             return None
         facts, packed = found
-        own.append(packed.tensors)
+        own.append(packed)
         return facts, packed.structure, {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
 
     sent = world.on_rank_zero(outline)
     if sent is None:
         return None
     facts, structure, forms = sent
-    empty = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items() if not own}
-    (tensors,) = own or [empty]
-    world.broadcast_all(list(tensors.values()))
-    return facts, SerializedState(structure, tensors)
+    if not own:
+        empty = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
+        own.append(SerializedState(structure, empty))
+    world.broadcast_all(list(own[0].tensors.values()))
+    return facts, own[0]
 
 
 def _form_of(packed: SerializedState, name: str) -> str:
@@ -477,12 +476,9 @@ def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:
 
 
 def _with_bits(now: Any, saved: Any) -> Any:
-    """Return `now` with the dtypes and strides of `saved`, without sharing its memory."""
+    """Return `now` with the tensors of `saved` in place of its own, without sharing memory, which others may read."""
     if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if (now.dtype, now.stride()) != (saved.dtype, saved.stride()):
-            return saved.to(now.device, copy=True)
-        shared = now.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
-        return saved.clone() if shared else now  # others may still read `saved`
+        return saved.to(now.device, copy=True)
     if isinstance(now, dict) and isinstance(saved, Mapping):
         now.update({key: _with_bits(now[key], one) for key, one in saved.items() if key in now})
     elif type(now) in (list, tuple) and isinstance(saved, list | tuple) and len(now) == len(saved):

@@ -29,7 +29,7 @@ from ddp_loop.checkpoint.storage import (
     mebibytes,
     store_of,
 )
-from ddp_loop.distributed import World, find_parameters, listed
+from ddp_loop.distributed import World, listed
 
 Source = str | os.PathLike[str]
 
@@ -322,7 +322,7 @@ def warm_start(
         return None
     (line, origin, names), packed = taken
     with world.failing_together(TypeError, ValueError, RuntimeError):
-        _check_order(numbered(state, find_parameters(state)), names, origin)
+        _check_order(numbered(state), names, origin)
         _restore(takers, from_tree(packed), origin)
     world.say(line)
     return origin

@@ -2,7 +2,6 @@
 
 from ddp_loop.data.batches import Batches, LoadedBatch, ReadAhead
 from ddp_loop.data.fingerprints import check_end, check_first
-from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.sequences import SequenceBatches, SequenceChunk, batchify
@@ -22,7 +21,6 @@ __all__ = [
     "SequenceBatches",
     "SequenceChunk",
     "Shard",
-    "Unused",
     "batchify",
     "check_end",
     "check_first",

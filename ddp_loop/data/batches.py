@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count, islice, repeat
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import default_collate
@@ -37,7 +37,6 @@ class LoadedBatch:
     _stream: Iterator[Any]
     _batches: Batches
     _data: list[Any] = field(default_factory=list)
-    _early: list[Any] = field(default_factory=list)  # at most one shard's, before the transform
     _error: Exception | None = None
 
     def data(self, shard: int) -> Any:
@@ -47,7 +46,7 @@ class LoadedBatch:
         batches = self._batches
         while len(self._data) <= shard:
             following = self.mini_batch.shards[len(self._data)]
-            data = self._early.pop() if self._early else next(self._stream)
+            data = next(self._stream)
             changed = data if batches._transform is None else batches._changed(self.mini_batch, following, data)
             self._data.append(changed)
         return self._data[shard]
@@ -64,7 +63,7 @@ class LoadedBatch:
         """
         if self.mini_batch.shards and self._batches.num_workers:
             try:
-                self._early.append(next(self._stream))
+                self._stream = chain([next(self._stream)], self._stream)
             except Exception as error:
                 self._error = error
 
@@ -185,7 +184,7 @@ class Batches:
         self._passed = StreamPass()
         self.length: int | None = None
         self._parts: Parts | OwnPieces | None = None
-        self._evaluated: Batches | None = None
+        self._evaluated: Self | None = None
         self._offset = 0  # of this rank's own data in all ranks' data
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
@@ -196,7 +195,6 @@ class Batches:
             self.fixed_shards = shards is not None
             fixed = None if shards is None else check_count("shards", shards)
             self.division = Division(fixed, world.size, world.rank, shares)
-            self.shards = self.division.shards
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
             self.drop_last = drop_last
             self.partition = partition
@@ -241,8 +239,8 @@ class Batches:
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
-        facts = self.facts | {"shards": self.shards, "kind of data": self.announced, "check_data": self._check_data}
-        facts |= {"shares": self.division.asked}
+        facts = self.facts | {"shards": self.shards, "shares": self.division.asked}
+        facts |= {"kind of data": self.announced, "check_data": self._check_data}
         gathered = self.world.gather(facts, "the arguments of Batches")
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other['samples']} samples", "")} for other in gathered])
@@ -268,11 +266,12 @@ class Batches:
             self._reader, self.length = make_reader(data, seed, places, loader, self.world.accelerator)
         self.num_workers: int | None = loader.get("num_workers", 0) if isinstance(self._reader, LoaderReader) else None
         self._has_length = self.length is not None
-        if self._has_length and length is not None:
-            raise ValueError(
-                f"length= is for data without a length. These have {self.length} samples. Got {length}. Remove length=."
-            )
         if length is not None:
+            if self._has_length:
+                raise ValueError(
+                    f"length= is for data without a length. These have {self.length} samples. Got {length}. Remove "
+                    "length=."
+                )
             self.length = check_count("length", length)
 
     def _open_stream(self, data: Any, places: Places, loader: dict[str, Any]) -> StreamReader:
@@ -327,9 +326,13 @@ class Batches:
             self.division.halve()
         else:
             self.division.use_shards(1 if cut == "whole" else self.batch_size)
-        self.shards = self.division.shards
 
     # -- sizes ---------------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> int:
+        """S, the number of shards in a mini-batch."""
+        return self.division.shards
 
     @property
     def shares(self) -> tuple[float, ...] | None:
@@ -513,7 +516,7 @@ class Batches:
                 own.first = loaded.data(0)
                 own.skipped = None
 
-    def for_evaluation(self) -> Batches:
+    def for_evaluation(self) -> Self:
         """These batches with shards that do not depend on the ranks, as `evaluate` reads them; as given with `shards=`.
 
         See [Note: Evaluation]. Data in parts are read as if they were whole. Where each rank has data of its own, its
@@ -528,7 +531,7 @@ class Batches:
         self._evaluated.division.give(self.shares)  # which may have been measured since
         return self._evaluated
 
-    def _cut_alike(self) -> Batches:
+    def _cut_alike(self) -> Self:
         """The batches that `for_evaluation` returns."""
         found = copy.copy(self)
         world = self.world
@@ -541,7 +544,6 @@ class Batches:
             found.shuffle = False
         elif isinstance(self._reader, StreamReader):
             found._reader = replace(self._reader, division=found.division)
-        found.shards = found.division.shards
         return found
 
     def __iter__(self) -> Generator[Any, None, None]:

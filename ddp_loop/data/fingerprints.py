@@ -19,7 +19,7 @@ import torch
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.data.shards import MiniBatch
 from ddp_loop.determinism import checksum
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, ranks_in_words
 
 Fingerprint = dict[str, tuple[str, str]]  # the name of a part -> its type (with shape or length), and its bits
 
@@ -74,14 +74,10 @@ def difference(prints: Sequence[Fingerprint]) -> str | None:
         there = {rank: one[name] for rank, one in enumerate(prints) if name in one}
         first, (form, bits) = next(iter(there.items()))
         if others := [rank for rank, other in there.items() if other[0] != form]:
-            return f"{name} is {form} on rank {first}, but {there[others[0]][0]} on {_ranks(others)}"
+            return f"{name} is {form} on rank {first}, but {there[others[0]][0]} on {ranks_in_words(others)}"
         if others := [rank for rank, other in there.items() if other[1] != bits]:
-            return f"{name}, {form}, has different values on {_ranks(others)} than on rank {first}"
+            return f"{name}, {form}, has different values on {ranks_in_words(others)} than on rank {first}"
     return None
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ddp_loop.data.shards import MiniBatch, Shard, cut, split_sizes
@@ -122,36 +123,30 @@ class Parts:
 
     def __init__(self, sizes: Sequence[int], batch_size: int | None, until: str, *, drop_last: bool) -> None:
         self.sizes = tuple(sizes)
-        if batch_size is None:
-            self._pieces = tuple([max(1, size) for size in sizes])
-        else:
-            self._pieces = piece_sizes(batch_size, len(sizes))
-        pairs = list(zip(self.sizes, self._pieces, strict=True))
-        numbers = [size // piece if drop_last else -(-size // piece) for size, piece in pairs]
-        self.steps = min(numbers) if until == "first" else max(numbers)
+        of_parts = np.array(sizes)
+        self._pieces = np.maximum(1, of_parts) if batch_size is None else np.array(piece_sizes(batch_size, len(sizes)))
+        numbers = of_parts // self._pieces if drop_last else -(-of_parts // self._pieces)
+        self.steps = int(numbers.min() if until == "first" else numbers.max())
         if self.steps == 0 and any(sizes):
             raise ValueError(
                 f"An epoch must have a mini-batch. Parts of {list(sizes)} samples with batch_size={batch_size}, "
                 f'drop_last={drop_last} and until="{until}" give none. Use a smaller batch_size, drop_last=False or '
                 'until="all".'
             )
-        self._used = tuple(
-            [min(size, self.steps * piece, n * piece) for (size, piece), n in zip(pairs, numbers, strict=True)]
-        )
-        self.samples = sum(self._used)
+        self._used = np.minimum(of_parts, np.minimum(numbers, self.steps) * self._pieces)
+        self.samples = int(self._used.sum())
 
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
         """That mini-batch of an epoch, counted from 1, with the shards whose numbers are in `mine`."""
-        pairs = list(zip(self._used, self._pieces, strict=True))
-        before = [min(used, position * piece) for used, piece in pairs]
-        sizes = tuple([min(piece, used - gone) for (used, piece), gone in zip(pairs, before, strict=True)])
-        place = epoch, position, sum(before), sum(sizes), sizes
+        before = np.minimum(self._used, position * self._pieces)
+        sizes = tuple(np.minimum(self._pieces, self._used - before).tolist())
+        place = epoch, position, int(before.sum()), sum(sizes), sizes
         return MiniBatch(*place, cut(sizes, mine), is_last=position + 1 == self.steps)
 
     @property
     def positions_of_sizes(self) -> list[int]:
         """The positions of mini-batches that together have all sizes of shards of an epoch."""
-        ends = {(used - 1) // piece for used, piece in zip(self._used, self._pieces, strict=True) if used}
+        ends = set(((self._used - 1) // self._pieces)[self._used > 0].tolist())
         return sorted({0} | {at for end in ends for at in (end, end + 1) if at < self.steps})
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
@@ -163,9 +158,10 @@ class Parts:
             shuffle: whether a part's samples come in another order in each epoch.
         """
         offset = 0
-        taken = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        position = [taken[0]]  # of the mini-batch of each sample
-        for part, (size, used, piece) in enumerate(zip(self.sizes, self._used, self._pieces, strict=True)):
+        taken = []
+        position = []  # of the mini-batch of each sample
+        pieces = self._pieces.tolist()
+        for part, (size, used, piece) in enumerate(zip(self.sizes, self._used.tolist(), pieces, strict=True)):
             place = torch.arange(used, device="cpu")
             taken.append((permutation(next_key(seed, part), epoch, size)[:used] if shuffle else place) + offset)
             position.append(place // piece)

@@ -52,16 +52,20 @@ def map_tensors(change: Callable[[Any], Any], data: Any, kind: type = torch.Tens
     """
     if callable(getattr(type(data), "to", None)) or isinstance(data, kind):
         return change(data)
-    if isinstance(data, Mapping):
-        return _with_values(data, {key: map_tensors(change, value, kind) for key, value in data.items()})
+    return with_parts(data, lambda key, part: map_tensors(change, part, kind))
+
+
+def with_parts(data: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A list, tuple or mapping with `change(key, part)` in place of each part; any other value as it is.
+
+    It stays of its own class; a mapping, with its attributes, if that is a dict.
+    """
     if isinstance(data, tuple | list):
-        parts = [map_tensors(change, value, kind) for value in data]
+        parts = [change(number, part) for number, part in enumerate(data)]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
-    return data
-
-
-def _with_values(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """The mapping with other values for its keys, in its own class, and with its attributes, if that is a dict."""
+    if not isinstance(data, Mapping):
+        return data
+    values = {key: change(key, part) for key, part in data.items()}
     if type(data) is dict or not isinstance(data, dict | UserDict):
         return values
     changed = copy.copy(data)
@@ -106,11 +110,9 @@ def at_places(change: Callable[[Any, torch.device], Any], data: Any, places: Pla
     """
     if isinstance(places, torch.device):
         return change(data, places)
-    if isinstance(places, dict) and isinstance(data, Mapping) and places.keys() == data.keys():
-        return _with_values(data, {key: at_places(change, value, places[key]) for key, value in data.items()})
-    if isinstance(places, tuple) and isinstance(data, tuple | list) and len(places) == len(data):
-        parts = [at_places(change, value, place) for value, place in zip(data, places, strict=True)]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    is_named = isinstance(places, dict) and isinstance(data, Mapping) and places.keys() == data.keys()
+    if is_named or (isinstance(places, tuple) and isinstance(data, tuple | list) and len(places) == len(data)):
+        return with_parts(data, lambda key, part: at_places(change, part, places[key]))
     raise ValueError(
         f"devices must be one device, or a tuple or dict with the structure of the data. Got {places} for "
         f"{_shape(data)}."
@@ -172,19 +174,16 @@ def at_first(parts: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to("cpu"), parts)
 
 
-def fits(parts: Any, device: torch.device) -> bool:
-    """Whether the tensors in `parts` that are elsewhere fit on the device, beside the steps so far."""
-    size = sum(tensor.nbytes for tensor in tensors_in(parts) if tensor.device != device)
-    return 2 * size < accelerator_of(device).memory_free()
-
-
 def move_if_fits(parts: Any, device: torch.device) -> Any:
-    """`parts` on the device, or as they are if they do not fit."""
-    if all(tensor.device == device for tensor in tensors_in(parts)):
+    """`parts` on the device, or as they are if they do not fit beside the steps so far."""
+    elsewhere = [tensor for tensor in tensors_in(parts) if tensor.device != device]
+    if not elsewhere:
         return parts
-    accelerator_of(device).empty_cache()
+    accelerator = accelerator_of(device)
+    accelerator.empty_cache()
+    fits = 2 * sum(tensor.nbytes for tensor in elsewhere) < accelerator.memory_free()
     try:
-        return _all_on(parts, device) if fits(parts, device) else parts
+        return _all_on(parts, device) if fits else parts
     except torch.OutOfMemoryError:  # other processes on this device move their data at the same time
         return parts
 
@@ -200,11 +199,10 @@ def without_rows(data: Any) -> Any:
     """
     if _has_rows(data):
         return data[:0] if data.ndim else data
-    if isinstance(data, Mapping):
-        return _with_values(data, {key: without_rows(value) for key, value in data.items()})
-    if isinstance(data, tuple | list) and not isinstance(data, PackedSequence):
-        parts = [] if _has_one_per_sample(data) else [without_rows(value) for value in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if isinstance(data, tuple | list) and _has_one_per_sample(data):
+        return type(data)([])
+    if isinstance(data, Mapping | tuple | list) and not isinstance(data, PackedSequence):
+        return with_parts(data, lambda key, part: without_rows(part))
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         emptied: Any = copy.copy(data)  # dataclasses.replace would call __post_init__, which may refuse no rows
         names = {field.name for field in dataclasses.fields(data) if hasattr(data, field.name)}

@@ -322,7 +322,7 @@ class LoaderReader:
             return found | fingerprints.of("data", parts)
         if self._loader.num_workers == 0:
             with preserved_streams(self._gpu):
-                return found | self._keyed.probe(0, self._probed)
+                return found | self._keyed.probe(self._probed)
         return found | self._probe_in_a_worker()
 
     def _probe_in_a_worker(self) -> Fingerprint:
@@ -372,25 +372,20 @@ class LoaderReader:
                 with keep(), _deaths_noticed(loaded):
                     data = next(loaded, None)
                 if data is None:
-                    self._release()
-                    _end_workers(loaded, workers)  # torch waits 5 s for each, and leaves one that takes longer
                     return
                 yield to_devices(data.received(), self._places)
-        except GeneratorExit:
-            self._release()
-            _end_workers(loaded, workers)
-            raise
         except Exception as error:
             if here:
                 raise
             # End all workers, persistent ones too. The message has the worker's traceback; DataLoader's frames in this
             # traceback would keep the workers alive.
             self._release(persistent=True)
-            _end_workers(loaded, workers)
             self._loader = self._make_loader()
             error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904
         finally:
+            self._release()
+            _end_workers(loaded, workers)  # torch waits 5 s for each, and leaves one that takes longer
             loaded = None
 
     def _start(self) -> Iterator[Any]:

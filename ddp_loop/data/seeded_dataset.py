@@ -48,7 +48,7 @@ class SeededDataset:
     def __getitem__(self, wanted: Wanted) -> Any:
         epoch, start, indices = wanted
         if start == PROBE:
-            return self.probe(epoch, indices)
+            return self.probe(indices)
         samples = self.samples(epoch, indices)
         seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
         try:
@@ -84,12 +84,15 @@ class SeededDataset:
         if hasattr(source, "__getitems__"):
             error.add_note(ONE_BY_ONE)
 
-    def probe(self, epoch: int, indices: Iterable[int]) -> Fingerprint:
-        """The fingerprints of these samples. A sample that cannot be read is left out; reading its shard raises."""
+    def probe(self, indices: Iterable[int]) -> Fingerprint:
+        """The fingerprints of these samples in the first epoch.
+
+        A sample that cannot be read is left out; reading its shard raises.
+        """
         found: Fingerprint = {}
         for index in indices:
             with suppress(Exception):
-                found |= fingerprints.of(f"sample {index}", self.samples(epoch, [index])[0])
+                found |= fingerprints.of(f"sample {index}", self.samples(0, [index])[0])
         return found
 
 

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ddp_loop.accelerators import accelerator_of, sent
 from ddp_loop.data import fingerprints
 from ddp_loop.data.batches import Batches, LoadedBatch
-from ddp_loop.data.placement import Places, gpu_in, map_tensors, pinned, tensors_in, to_devices
+from ddp_loop.data.placement import Places, gpu_in, map_tensors, pinned, tensors_in, to_devices, with_parts
 from ddp_loop.data.readers import as_parts, common_length
 from ddp_loop.data.seeded_dataset import SeededDataset
 from ddp_loop.data.shards import EVALUATED, Division, MiniBatch, cut, split_range, split_sizes
@@ -61,9 +61,9 @@ class Rows(NamedTuple):
     lengths: Numbers
     left: Numbers
 
-    def between(self, first: int, last: int) -> Rows:
-        """The rows of the lanes `first` .. `last - 1`."""
-        here = slice(*np.searchsorted(self.lanes, (first, last)).tolist())
+    def of(self, lanes: range) -> Rows:
+        """The rows of some lanes."""
+        here = slice(*np.searchsorted(self.lanes, (lanes.start, lanes.stop)).tolist())
         return Rows(*(part[here] for part in self))
 
 
@@ -366,15 +366,13 @@ class SequenceReader:
         if len(sequences) == 0:
             raise ValueError("There must be at least one sequence. Got none. Check where the sequences come from.")
         if lengths is None:
-            found = [common_length(self._read(0, number)) for number in range(len(sequences))]
-            self.lengths: Numbers = np.array(found, dtype=np.int64)
-        else:
-            self.lengths = np.array([int(one) for one in lengths], dtype=np.int64)
-            if len(self.lengths) != len(sequences):
-                raise ValueError(
-                    f"lengths must have a number for each sequence. Got {len(self.lengths)} for {len(sequences)} "
-                    "sequences. Pass one each, or leave lengths= out to have all sequences read once."
-                )
+            lengths = [common_length(self._read(0, number)) for number in range(len(sequences))]
+        self.lengths: Numbers = np.array([int(one) for one in lengths], dtype=np.int64)
+        if len(self.lengths) != len(sequences):
+            raise ValueError(
+                f"lengths must have a number for each sequence. Got {len(self.lengths)} for {len(sequences)} "
+                "sequences. Pass one each, or leave lengths= out to have all sequences read once."
+            )
         least = int(self.lengths.argmin())
         if self.lengths[least] < 1:
             raise ValueError(
@@ -417,7 +415,7 @@ class SequenceReader:
             sums = [fingerprints.quick(self._keyed.source[number]) for number in range(0, count, every)]
             found |= fingerprints.of_numbers("the values of the sequences", sums)
         with preserved_streams(self._gpu):
-            return found | self._keyed.probe(0, sorted({0, count // 2, count - 1}))
+            return found | self._keyed.probe(sorted({0, count // 2, count - 1}))
 
     def chunk(self, epoch: int, rows: Rows) -> Any:
         """The padded chunks, (n, T, ...), with T the most time steps of a row.
@@ -446,12 +444,8 @@ class SequenceReader:
 
 def _by_key(parts: Any) -> Any:
     """The same parts with each dict in the order of its keys, since tensors that go together are found by place."""
-    if isinstance(parts, dict):
-        return {key: _by_key(parts[key]) for key in sorted(parts, key=repr)}
-    if isinstance(parts, tuple | list):
-        ordered = map(_by_key, parts)
-        return type(parts)(*ordered) if hasattr(parts, "_fields") else type(parts)(ordered)
-    return parts
+    ordered = {key: parts[key] for key in sorted(parts, key=repr)} if isinstance(parts, dict) else parts
+    return with_parts(ordered, lambda key, part: _by_key(part))
 
 
 def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -615,29 +609,18 @@ class SequenceBatches(Batches):
         self.num_workers = None
         self._has_length = True
         self._lanes = Lanes(self._reader.lengths, self.batch_size, self._chunk)
-        self._bounds = self._lanes_of_shards()
         self.length = int(self._reader.lengths.sum())
 
-    def _lanes_of_shards(self) -> Numbers:
-        """The lanes before each shard, and after the last."""
-        return np.concatenate([[0], np.cumsum(split_sizes(self.batch_size, self.shards))])
-
-    def for_evaluation(self) -> Batches:
+    def for_evaluation(self) -> Self:
         """As in `Batches`. The copy carries its own hidden states, since training may be in the middle of an epoch."""
-        found = super().for_evaluation()
-        if found is self:
-            found = copy.copy(self)
-            found._carried = CarriedState(self.world, self.batch_dim)
+        found = copy.copy(super().for_evaluation())
+        found._carried = CarriedState(self.world, self.batch_dim)
         return found
 
-    def _cut_alike(self) -> SequenceBatches:
+    def _cut_alike(self) -> Self:
         """The batches that `for_evaluation` returns. A lane stays on its rank, as its hidden state does."""
         found = copy.copy(self)
-        world = self.world
-        found.shards = min(EVALUATED, self.lanes)
-        found.division = Division(found.shards, world.size, world.rank)
-        found._bounds = found._lanes_of_shards()
-        found._carried = CarriedState(world, self.batch_dim)
+        found.division = Division(min(EVALUATED, self.lanes), self.world.size, self.world.rank)
         return found
 
     def _check_same(self) -> None:
@@ -685,8 +668,9 @@ class SequenceBatches(Batches):
         rows = plan.rows(position)
         start = int(plan.before[position])
         steps = np.concatenate([[0], np.cumsum(rows.lengths)])
-        sizes = tuple(np.diff(steps[np.searchsorted(rows.lanes, self._bounds)]).tolist())
-        shards = cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
+        lanes = np.cumsum([0, *split_sizes(self.batch_size, self.shards)])  # before each shard, and after the last
+        sizes = tuple(np.diff(steps[np.searchsorted(rows.lanes, lanes)]).tolist())
+        shards = cut(sizes, self.division.mine)
         samples = int(steps[-1])
         is_last = position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last), rows
@@ -723,7 +707,7 @@ class SequenceBatches(Batches):
     def _chunks(self, mini_batch: MiniBatch, rows: Rows) -> Iterator[SequenceChunk]:
         place = mini_batch.epoch, mini_batch.position
         for shard in mini_batch.shards:
-            own = rows.between(*self._bounds[shard.number : shard.number + 2].tolist())
+            own = rows.of(split_range(self.batch_size, self.shards, shard.number))
             data = self._reader.chunk(mini_batch.epoch - 1, own)
             yield SequenceChunk(data, own, shard.number, place, self._carried, self.world.device)
 

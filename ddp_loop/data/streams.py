@@ -242,7 +242,15 @@ class OwnStreams:
         for position in count(start):
             if is_over(position):
                 if position == 0:
-                    raise _has_no_mini_batch(known[0])
+                    said = "None of them does"
+                    remedy = ""
+                    if any(known[0]):
+                        said = f"That of rank {known[0].index(0)} does not"
+                        remedy = ', or until="all"'
+                    raise ValueError(
+                        f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ "
+                        f"restarts{remedy}."
+                    )
                 return
             here = known[position]
             is_last = is_over(position + 1)
@@ -290,12 +298,3 @@ class OwnStreams:
                 "One of the ranks' own streams must have a sample. None of them has. Pass objects whose __iter__ "
                 "restarts."
             )
-
-
-def _has_no_mini_batch(sizes: tuple[int, ...]) -> ValueError:
-    """The error of an epoch whose first mini-batch would have these sizes."""
-    said = f"That of rank {sizes.index(0)} does not" if any(sizes) else "None of them does"
-    return ValueError(
-        f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
-        + (', or until="all".' if any(sizes) else ".")
-    )

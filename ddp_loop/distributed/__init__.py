@@ -19,6 +19,7 @@ from ddp_loop.distributed.replica_check import (
     kept_by,
     named_tensors,
     own_names,
+    ranks_in_words,
     require_one_model,
 )
 from ddp_loop.distributed.replicas import (
@@ -90,6 +91,7 @@ __all__ = [
     "own_names",
     "pack_call",
     "padded",
+    "ranks_in_words",
     "read_rank_env",
     "require_one_model",
     "run_script",

@@ -139,12 +139,13 @@ def _sides(values: Sequence[object]) -> str:
     if times > len(values) / 2:
         few = [rank for rank, value in enumerate(values) if value != usual]
         verb = "differs" if len(few) == 1 else "differ"
-        return f"{_ranks(few)} of {len(values)} {verb} from the others"
+        return f"{ranks_in_words(few)} of {len(values)} {verb} from the others"
     groups = [[rank for rank, value in enumerate(values) if value == one] for one in dict.fromkeys(values)]
-    return f"{' and '.join(map(_ranks, groups))} of {len(values)} differ from each other"
+    return f"{' and '.join(map(ranks_in_words, groups))} of {len(values)} differ from each other"
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
+    """Numbers of ranks, such as "rank 0" or "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -348,7 +349,9 @@ def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
         return None
     values = [one.get(differing[0], "nothing") for one in settings]
     groups = {value: [rank for rank, one in enumerate(values) if one == value] for value in dict.fromkeys(values)}
-    said = f"{differing[0]} is " + " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+    said = f"{differing[0]} is " + " and ".join(
+        f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups.items()
+    )
     return said + (f" ({len(differing) - 1} more settings differ)" if len(differing) > 1 else "")
 
 
@@ -359,5 +362,5 @@ def _describe_names(names: Sequence[tuple[str, ...]]) -> str:
     for name in [name for each in names for name in each]:
         if name not in everywhere:
             having = [rank for rank, one in enumerate(sets) if name in one]
-            return f"{_sides(names)}: {name} is on {_ranks(having)} alone"
+            return f"{_sides(names)}: {name} is on {ranks_in_words(having)} alone"
     return f"{_sides(names)} in the order of their tensors"

@@ -71,7 +71,7 @@ class FakeRun:
     def __init__(self, folder: Path, seed: int, rate: float, width: int) -> None:
         folder.mkdir(parents=True)
         self.folder = RunFolder(folder, {"note": "made up"}, None)
-        about = read_json(folder / RUN) or {}
+        about = read_json(folder / RUN)
         write_atomic(folder / RUN, {**about, "config": {"rate": rate, "width": width, "momentum": 0.9}})
         self._random = random.Random(seed)
         self._rate = rate

@@ -42,8 +42,8 @@ class RunState:
             self.is_active = False
             return
         self._seen = True
-        self.status = read_json(self.folder / STATUS) or {}
-        self.trial = read_json(self.folder / TRIAL) or {}
+        self.status = read_json(self.folder / STATUS)
+        self.trial = read_json(self.folder / TRIAL)
         self.state = state_of(self.folder, self.status, self.trial)
         self.is_active = is_running(self.folder)  # a trial also runs before and after its loop
 

@@ -80,7 +80,7 @@ class RunView:
         self._run.look()
         if self._run.state in ("missing", "gone"):
             return
-        self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
+        self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE))
         deadline = time.monotonic() + READ_S
         self._is_behind = False
         for tail, series in zip(self._tails, (*self._series, None), strict=True):

@@ -138,7 +138,7 @@ class Sweeps:
         return key_of(self._keys, str(folder), folder.name or "sweep")
 
     def _about(self, folder: Path, keys: list[str]) -> dict[str, Any]:
-        facts = read_json(folder / SWEEP) or {}
+        facts = read_json(folder / SWEEP)
         return {
             "key": self._key_of(folder),
             "name": text_of(facts.get("name")) or folder.name,
@@ -182,7 +182,7 @@ def ask_again(folder: Path, body: bytes) -> Answer:
         return 400, f'The body must be {{"trials": [...]}}, with the numbers of 1 to {MOST_ASKED} trials.'
     for number in trials:
         trial = read_json(trial_folder(folder, number) / TRIAL)
-        if trial is None:
+        if not trial:
             return 404, f"There is no trial {number}."
         if trial.get("status") not in FAILED_TRIAL:
             return 409, f"Trial {number} did not fail (status: {text_of(trial.get('status'))})."

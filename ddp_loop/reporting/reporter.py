@@ -69,7 +69,7 @@ def results_in(folder: Path) -> list[str]:
 def _start_of(folder: Path | None, config: Mapping[str, Any], after: int) -> RunStart:
     """What sinks learn before the first row; a resumed run without a config has the one before."""
     if folder is not None:
-        kept = (read_json(folder / RUN) or {}).get("config")
+        kept = read_json(folder / RUN).get("config")
         config = kept if isinstance(kept, dict) else config
         return RunStart(folder, config, after, folder.name)
     script = getattr(sys.modules.get("__main__"), "__file__", None) or "run"

@@ -53,9 +53,9 @@ def weighing_columns(names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def sums_in(status: Mapping[str, Any] | None) -> frozenset[str]:
+def sums_in(status: Mapping[str, Any]) -> frozenset[str]:
     """The columns of a run that are sums, by its status.json; an older version wrote none."""
-    found = (status or {}).get("sums")
+    found = status.get("sums")
     return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
 

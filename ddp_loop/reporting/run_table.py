@@ -426,7 +426,7 @@ def _text_of(query: RunQuery) -> str:
 
 def _about_sweep(folder: Path) -> list[str]:
     sweep = read_json(folder / SWEEP)
-    if sweep is None:
+    if not sweep:
         return []
     name = short_name(str(sweep.get("name", folder.name)))
     objective = shown_name(str(sweep.get("objective") or "eval loss or loss"))
@@ -494,7 +494,7 @@ def best_run(folder: Path, say: Callable[[str], None], *, by: str | None = None,
     if not records:
         raise ValueError(f"There is no run below {folder}: no folder with a run.json or a trial.json. Check its path.")
     sweep = read_json(folder / SWEEP)
-    if sweep is not None and by is None:
+    if sweep and by is None:
         name = ""  # the trial knows what it took
         lower = not highest and sweep.get("direction") != "maximize"
         done = [one for one in records if one.state == "done"]

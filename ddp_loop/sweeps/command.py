@@ -114,8 +114,8 @@ def begin(path: Path, slots: int | None, folder: Path | None, storage: str | Non
     Raises:
         ValueError: the file cannot be read, or the sweep cannot be begun.
     """
-    plan, where, given = _read_plan(path, folder)
-    results = run_sweep(plan, where, slots or given.get("slots"), storage or given.get("storage"), say)
+    plan, folder, given = _read_plan(path, folder)
+    results = run_sweep(plan, folder, slots or given.get("slots"), storage or given.get("storage"), say)
     return not any(map(has_failed, results))
 
 
@@ -211,7 +211,7 @@ def again(folder: Path, trials: Sequence[int] | None, slots: int | None, storage
         ValueError: there are none of these numbers, or none failed.
     """
     read_sweep(folder)
-    known = {path.parent.name: read_json(path) or {} for path in (folder / TRIALS).glob(f"*/{TRIAL}")}
+    known = {path.parent.name: read_json(path) for path in (folder / TRIALS).glob(f"*/{TRIAL}")}
     status = {int(name): str(facts.get("status")) for name, facts in known.items() if name.isdecimal()}
     ended = {trial for trial, one in status.items() if one not in ("running", "waiting", "interrupted")}
     wanted = [trial for trial in sorted(ended) if status[trial] not in GOOD] if trials is None else list(trials)

@@ -31,6 +31,7 @@ from ddp_loop.elastic import program_name
 from ddp_loop.reporting import (
     AGAIN,
     EVALUATION,
+    PLACE,
     SWEEP,
     SWEEP_LOCK,
     TRIAL,
@@ -147,7 +148,7 @@ def read_sweep(folder: Path) -> dict[str, Any]:
         ValueError: the folder has no sweep.
     """
     found = read_json(folder / SWEEP)
-    if found is None:
+    if not found:
         raise ValueError(f"{folder} has no sweep.json, or a damaged one. Pass the folder of a sweep.")
     return found
 
@@ -220,8 +221,7 @@ def answer_requests(folder: Path, again: Callable[[list[int], str], None]) -> No
         return
     with closing(lock):
         for path in sorted((folder / AGAIN).glob("*.json")):
-            listed = (read_json(path) or {}).get("trials")
-            again([one for one in listed if type(one) is int] if isinstance(listed, list) else [], path.name)
+            again(read_json(path).get("trials", []), path.name)
             path.unlink(missing_ok=True)
 
 
@@ -248,12 +248,12 @@ class Ending:
 def write_trial(folder: Path, **facts: object) -> None:
     """Change facts of a trial in its folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / TRIAL, {**(read_json(folder / TRIAL) or {}), **facts})
+    write_atomic(folder / TRIAL, {**read_json(folder / TRIAL), **facts})
 
 
 def _attempts_in(folder: Path) -> list[dict[str, Any]]:
-    listed = (read_json(folder / TRIAL) or {}).get("attempts")
-    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    attempts: list[dict[str, Any]] = read_json(folder / TRIAL).get("attempts", [])
+    return attempts
 
 
 def begin_attempt(folder: Path, attempt: Mapping[str, object], **facts: object) -> None:
@@ -281,7 +281,7 @@ def end_attempt(folder: Path, number: int, ending: Ending) -> None:
 
 def status_of(folder: Path, since: float) -> tuple[str | None, str | None]:
     """The status of a trial's run, and why it has it; None if it was written before the time `since`."""
-    status = read_json(folder / STATUS) or {}
+    status = read_json(folder / STATUS)
     at = status.get("at")
     if not isinstance(at, int | float) or at < since:
         return None, None
@@ -401,8 +401,7 @@ class ObjectiveReader:
         if not self.names and not self._is_evaluated:
             return "Its run folder has no rows. Pass run_dir to the Loop, or return the value from the function."
         own = () if self._is_evaluated else pass_weights(tuple(self.names)).values()
-        beside = {"epoch", "iteration", "samples", "elapsed_s", "weight", "skipped", *own}
-        known = [name for name in self.names if name not in beside]
+        known = [name for name in self.names if name not in PLACE.union(own)]
         where = "The results of dl.evaluate" if self._is_evaluated else "The rows of its Loop"
         suggestion = nearest(self._column, known).strip()
         return (

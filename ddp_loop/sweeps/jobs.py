@@ -85,11 +85,11 @@ class FunctionJob:
                 "and pass it on to Loop(run_dir=...)."
             )
 
-    def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
+    def call(self, parameters: Point, folder: str) -> object:
         """Run a trial on this rank."""
         return self.function(**self.keywords, **parameters, run_dir=folder)
 
-    def arguments(self, parameters: Mapping[str, Scalar], folder: str) -> list[str]:
+    def arguments(self, parameters: Point, folder: str) -> list[str]:
         """The trial's arguments in words."""
         return [f"{name}={value!r}" for name, value in {**self.keywords, **parameters, RUN_DIR: folder}.items()]
 
@@ -127,11 +127,11 @@ class ScriptJob:
             if option not in self._options:
                 raise ValueError(f"{self.script.name} has no option {option}. {_named(option, self._options)}")
 
-    def call(self, parameters: Mapping[str, Scalar], folder: str) -> object:
+    def call(self, parameters: Point, folder: str) -> object:
         run_script(str(self.script), self.arguments(parameters, folder))
         return None
 
-    def arguments(self, parameters: Mapping[str, Scalar], folder: str) -> list[str]:
+    def arguments(self, parameters: Point, folder: str) -> list[str]:
         words = list(self.words)
         for name, value in parameters.items():
             if value is True:
@@ -236,7 +236,7 @@ def _git(folder: Path, *words: str) -> str:
 # -- on a rank ---------------------------------------------------------------------------------------------
 
 
-def run_trial(job: Job, parameters: Mapping[str, Scalar], folder: str) -> dict[str, float] | float | None:
+def run_trial(job: Job, parameters: Point, folder: str) -> dict[str, float] | float | None:
     """Run a trial on this rank, with its output in the trial's folder, and return the numbers it returned."""
     with _output_in(Path(folder) / f"output.rank-{os.environ['RANK']}.txt"):
         return _numbers(job.call(parameters, folder))

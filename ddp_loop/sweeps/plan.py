@@ -281,7 +281,10 @@ def _from_parameters(
         name: _categorical(choices[name]) if name in choices else _distribution(name, space[name])
         for name in _named(space)
     }
-    facts = {name: choices[name] if name in choices else _described(one) for name, one in distributions.items()}
+    facts = {
+        name: choices[name] if name in choices else {part: getattr(one, part) for part in _RANGE}
+        for name, one in distributions.items()
+    }
     if sampler in (None, "grid"):
         if len(choices) < len(space):
             ranges = ", ".join(name for name in space if name not in choices)
@@ -361,15 +364,6 @@ def _distribution(name: str, given: object) -> BaseDistribution:
         raise ValueError(f"The range of {name} is not possible: {error}") from error
 
 
-def _described(distribution: BaseDistribution) -> object:
-    """A distribution as JSON, from which `make_space` makes it again."""
-    from optuna.distributions import CategoricalDistribution
-
-    if isinstance(distribution, CategoricalDistribution):
-        return list(distribution.choices)
-    return {name: getattr(distribution, name) for name in _RANGE}
-
-
 def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random) -> Point:
     """A point that depends on the state of `numbers` alone."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -380,10 +374,8 @@ def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random)
             point[name] = numbers.choice(distribution.choices)
             continue
         whole = isinstance(distribution, IntDistribution)
-        low = distribution.low  # type: ignore[attr-defined]
-        high = distribution.high  # type: ignore[attr-defined]
-        step = distribution.step  # type: ignore[attr-defined]
-        if distribution.log:  # type: ignore[attr-defined]
+        low, high, log, step = (getattr(distribution, name) for name in _RANGE)
+        if log:
             edge = 0.5 if whole else 0.0
             value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))
             point[name] = min(high, max(low, round(value) if whole else value))

@@ -146,7 +146,13 @@ def begun(plan: SweepPlan, folder: Path, storage: str | None) -> Iterator[tuple[
     with begun_folder(folder, {**plan.facts, "storage": shown_url(url)}) as facts:
         plan = replace(plan, objective=plan.objective.of(facts))  # of a version without the usual one
         with closing(_open(plan, url, folder, plan.objective.direction)) as queue:
-            _claim_study(queue, folder, facts)
+            known = queue.facts
+            if known.get("id", facts["id"]) != facts["id"]:
+                raise ValueError(
+                    f"The storage has another sweep named {folder.name!r}, of {known.get('folder')}. Choose another "
+                    "folder."
+                )
+            queue.describe({"id": facts["id"], "folder": str(folder), "sweep": facts})
             queue.add_trials(plan.space)
             _write_waiting(plan, folder)
             _write_endings(folder, queue)
@@ -176,16 +182,6 @@ def _open(plan: SweepPlan, url: str, folder: Path, direction: str | None = None)
     return TrialQueue(url, folder.name, is_own=is_own, beat_s=beat_s, grace_s=GRACE * beat_s, direction=direction)
 
 
-def _claim_study(queue: TrialQueue, folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise ValueError if the storage has a sweep of this name from another folder."""
-    known = queue.facts
-    if known.get("id", facts["id"]) != facts["id"]:
-        raise ValueError(
-            f"The storage has another sweep named {folder.name!r}, of {known.get('folder')}. Choose another folder."
-        )
-    queue.describe({"id": facts["id"], "folder": str(folder), "sweep": facts})
-
-
 def _write_waiting(plan: SweepPlan, folder: Path) -> None:
     """Write what is known of trials that have not begun, for the tables."""
     for trial, point in enumerate(plan.space.points or ()):
@@ -200,7 +196,7 @@ def _write_endings(folder: Path, queue: TrialQueue) -> None:
     for trial, attempt in queue.newest().items():
         path = trial_folder(folder, trial)
         ending = attempt.ending
-        if ending is not None and (read_json(path / TRIAL) or {}).get("status") != ending.status:
+        if ending is not None and read_json(path / TRIAL).get("status") != ending.status:
             end_attempt(path, attempt.attempt, ending)
 
 

@@ -64,7 +64,7 @@ class JobWorker:
 
         def note(number: int, frame: FrameType | None) -> None:
             asked.append(number)
-            if not is_slurm_job(os.environ):  # else Slurm has sent it to the worker too, whose second one kills
+            if not is_slurm_job():  # else Slurm has sent it to the worker too, whose second one kills
                 self._terminate()
 
         signal.signal(signal.SIGTERM, note)
@@ -79,13 +79,13 @@ class JobWorker:
                 raise
             code = process.wait()
         if asked:
-            requeue_if_preempted(os.environ)
+            requeue_if_preempted()
         elif code not in WORKED:
             raise RuntimeError(f"The worker of {self.sweep} ended with code {code}. Its output says why.")
 
     def command(self) -> list[str]:
         """The worker's command."""
-        named = {"slots": self.slots or slots_of(os.environ), "storage": self.storage}
+        named = {"slots": self.slots or slots_here(), "storage": self.storage}
         options = [f"--{name}={value}" for name, value in named.items() if value is not None]
         return [sys.executable, "-m", "ddp_loop", "sweep", "work", self.sweep, *options]
 
@@ -108,29 +108,29 @@ class JobWorker:
             os.waitid(os.P_PID, self.process_id, os.WEXITED | os.WNOWAIT)
 
 
-def is_slurm_job(environment: Mapping[str, str]) -> bool:
+def is_slurm_job() -> bool:
     """Whether this process is of a job of Slurm that submitit started there."""
-    return environment.get("SUBMITIT_EXECUTOR") == SLURM
+    return os.environ.get("SUBMITIT_EXECUTOR") == SLURM
 
 
-def requeue_if_preempted(environment: Mapping[str, str]) -> None:
+def requeue_if_preempted() -> None:
     """Put this job in line again, unless it was cancelled."""
-    if not is_slurm_job(environment):
+    if not is_slurm_job():
         return
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    job = environment["SLURM_JOB_ID"] if array is None else f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     ask = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
     state = subprocess.run(ask, check=False, capture_output=True, text=True, timeout=ASK_S).stdout.strip()
     if state in ("RUNNING", "SIGNALING"):
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=ASK_S)
 
 
-def slots_of(environment: Mapping[str, str]) -> int | None:
-    """The slots of a worker, from what Slurm gave its job: GPUs, or cores; None leaves it to the worker."""
-    if gpus := [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]:
+def slots_here() -> int | None:
+    """The slots of a worker, from what Slurm gave this job: GPUs, or cores; None leaves it to the worker."""
+    if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]:
         return len(gpus)
-    cores = environment.get("SLURM_CPUS_PER_TASK", environment.get("SLURM_CPUS_ON_NODE", ""))
-    return int(cores) if cores.isdecimal() and is_slurm_job(environment) else None
+    cores = os.environ.get("SLURM_CPUS_PER_TASK", os.environ.get("SLURM_CPUS_ON_NODE", ""))
+    return int(cores) if cores.isdecimal() and is_slurm_job() else None
 
 
 def read_options(words: Sequence[str]) -> dict[str, Any]:

@@ -95,27 +95,27 @@ class TrialQueue:
         self._turn = threading.RLock()
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
         self.patience = Patience(url)
-        settled = lambda study, one: self._stale.append(one._trial_id)  # noqa: E731
-        self._backend = open_storage(url, beat_s, grace_s, settled, self.patience)
+        self._backend = open_storage(
+            url, beat_s, grace_s, lambda study, one: self._stale.append(one._trial_id), self.patience
+        )
         self._storage = optuna.storages.get_storage(self._backend)  # reads trials that have ended only once
         try:
             names = optuna.get_all_study_names(self._storage) if is_own else []
             self._name = name if name in names or not names else names[0]
-            self._study_id = self._find_study(self._name, direction)
+            if direction is not None:
+                with suppress(DuplicatedStudyError), silent():
+                    self._storage.create_new_study([StudyDirection[direction.upper()]], self._name)
+            try:
+                self._study_id = self._storage.get_study_id_from_name(self._name)
+            except KeyError:
+                raise StorageUnreachable(
+                    f"The storage has no sweep named {self._name!r}. Start it there first."
+                ) from None
             self.study = self._load()
         except BaseException:
             self.close()
             raise
         self._mine: dict[int, Claim] = {}  # by Optuna's id
-
-    def _find_study(self, name: str, direction: str | None) -> int:
-        if direction is not None:
-            with suppress(DuplicatedStudyError), silent():
-                self._storage.create_new_study([StudyDirection[direction.upper()]], name)
-        try:
-            return int(self._storage.get_study_id_from_name(name))
-        except KeyError:
-            raise StorageUnreachable(f"The storage has no sweep named {name!r}. Start it there first.") from None
 
     def _load(self, sampler: BaseSampler | None = None) -> optuna.Study:
         return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler)
@@ -172,13 +172,11 @@ class TrialQueue:
         found = self._storage.get_all_trials(self._study_id, deepcopy=False, states=states or None)
         return [one for one in found if TRIAL in one.user_attrs]  # others were added by hand
 
-    def _attempts(self) -> list[Attempt]:
-        return [_attempt_of(one) for one in self._frozen()]
-
     def newest(self) -> dict[int, Attempt]:
         """Return each trial's newest attempt, in the order of the trials. See [Note: Attempts]."""
         found: dict[int, Attempt] = {}
-        for attempt in sorted(self._attempts(), key=lambda one: (one.trial, one.attempt, -one.stored.number)):
+        attempts = map(_attempt_of, self._frozen())
+        for attempt in sorted(attempts, key=lambda one: (one.trial, one.attempt, -one.stored.number)):
             found[attempt.trial] = attempt
         return found
 
@@ -196,8 +194,8 @@ class TrialQueue:
             last: trials that are taken only if no other one waits.
         """
         with self._turn:
-            in_line = lambda one: (one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL])  # noqa: E731
-            for waiting in sorted(self._frozen(TrialState.WAITING), key=in_line):
+            waits = self._frozen(TrialState.WAITING)
+            for waiting in sorted(waits, key=lambda one: (one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL])):
                 key = waiting._trial_id
                 try:
                     if not self._storage.set_trial_state_values(key, TrialState.RUNNING):
@@ -208,28 +206,22 @@ class TrialQueue:
                         continue
                 except UpdateFinishedTrialError:
                     continue
-                trial = int(waiting.user_attrs[TRIAL])
-                handle = Trial(self._load(sampler(trial)), key)
-                parameters = dict(waiting.user_attrs.get(FIXED) or {})
+                taken = _attempt_of(waiting)
+                handle = Trial(self._load(sampler(taken.trial)), key)
+                parameters = taken.parameters
                 if not parameters:
                     for name, one in space.distributions.items():  # some samplers return numpy's numbers
                         parameters[name] = one.to_external_repr(one.to_internal_repr(handle._suggest(name, one)))
                     self._storage.set_trial_user_attr(key, FIXED, parameters)
-                attempt = int(waiting.user_attrs[ATTEMPT])
                 reported = set(waiting.intermediate_values)
-                claim = Claim(trial, attempt, parameters, handle, key, reported)
+                claim = Claim(taken.trial, taken.attempt, parameters, handle, key, reported)
                 self._mine[key] = claim
                 return claim
             return None
 
     def _withdraws(self, taken: FrozenTrial) -> bool:
         """Withdraw the attempt if another one of its number was added before it. See [Note: Attempts]."""
-        same = [
-            one.number
-            for one in self._frozen()
-            if all(one.user_attrs[name] == taken.user_attrs[name] for name in (TRIAL, ATTEMPT))
-        ]
-        if min(same) == taken.number:
+        if self.newest()[taken.user_attrs[TRIAL]].stored.number == taken.number:
             return False
         self._storage.set_trial_user_attr(taken._trial_id, WITHDRAWN, True)
         self._storage.set_trial_state_values(taken._trial_id, TrialState.FAIL)

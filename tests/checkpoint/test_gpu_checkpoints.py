@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import staging
+from ddp_loop.checkpoint import checkpointer, staging
 from ddp_loop.determinism import checksum_all
 from tests.support.gpu_runs import train
 from tests.support.harness import OnRanks
@@ -20,7 +20,7 @@ from tests.support.training import mean_square, sgd, take
 
 
 def train_in_small_blocks(folder: str, steps: int) -> tuple[int, str]:
-    with mock.patch.object(staging, "BLOCK_BYTES", 5000), mock.patch.object(staging, "KEPT_BYTES", 0):
+    with mock.patch.object(staging, "BLOCK_BYTES", 5000), mock.patch.object(checkpointer, "KEPT_BYTES", 0):
         return train(folder, steps)
 
 

@@ -27,16 +27,14 @@ from ddp_loop.checkpoint.serialization import (
     parse,
     to_tree,
 )
-from ddp_loop.checkpoint.staging import StagingBuffers
+from ddp_loop.checkpoint.staging import copy_to_host
 from ddp_loop.determinism import digest
 
 
 def again(state: object) -> Any:
     """The state after a way through JSON, as a file has it."""
     packed = to_tree(state)
-    return from_tree(
-        SerializedState(parse(json.dumps(packed.structure).encode()), StagingBuffers().copy(packed).tensors)
-    )
+    return from_tree(SerializedState(parse(json.dumps(packed.structure).encode()), copy_to_host(packed, {}).tensors))
 
 
 def assert_same(one: Any, other: Any) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import staging
-from ddp_loop.checkpoint.checkpointer import Checkpointer
+from ddp_loop.checkpoint.checkpointer import KEPT_BYTES, Checkpointer
 from tests.support.harness import FAULT_S, OnRanks, caught, until
 from tests.support.memory import living_tensors, only_new_objects
 from tests.support.refusals import Refused, loop_over, loss_of, network, on_this_rank
@@ -32,9 +31,10 @@ def copies() -> int:
     return len({one.untyped_storage().data_ptr() for one in living_tensors() if one.numel() == WIDTH})
 
 
-def steps_and_copies(folder: Path, kept_bytes: int = staging.KEPT_BYTES, **options: Any) -> list[int]:
+def steps_and_copies(folder: Path, kept_bytes: int = KEPT_BYTES, **options: Any) -> list[int]:
     """The copies that are in memory in each step of two epochs, once its save has ended, and at the end."""
-    with mock.patch.object(staging, "KEPT_BYTES", kept_bytes), only_new_objects(), dl.join_world() as world:
+    kept = mock.patch("ddp_loop.checkpoint.checkpointer.KEPT_BYTES", kept_bytes)
+    with kept, only_new_objects(), dl.join_world() as world:
         model = nn.Linear(WIDTH, 1, bias=False)
         batches = dl.Batches(torch.randn(8, WIDTH), 2, world)
         loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, **options)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_loop.checkpoint import staging
 from ddp_loop.checkpoint.serialization import DTYPES, SerializedState, from_tree, to_tree
-from ddp_loop.checkpoint.staging import StagingBuffers
+from ddp_loop.checkpoint.staging import copy_to_host
 from tests.support.harness import OnRanks
 
 BLOCK = 64
@@ -28,11 +28,10 @@ def is_same(one: SerializedState, other: SerializedState) -> bool:
 
 def copy_twice() -> tuple[bool, SerializedState]:
     """Whether the second copy has the first one's memory, and the second copy, after which the state went on."""
-    copies = StagingBuffers()
     w = nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    one = copies.copy(to_tree({"a": torch.ones(3), "b": torch.ones(2), "c": 1}))
+    one = copy_to_host(to_tree({"a": torch.ones(3), "b": torch.ones(2), "c": 1}), {})
     memory = one.tensors["a"].data_ptr()
-    two = copies.copy(to_tree({"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2, "w": w}))
+    two = copy_to_host(to_tree({"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2, "w": w}), one.tensors)
     with torch.no_grad():
         w.add_(1)
     return two.tensors["a"].data_ptr() == memory, two
@@ -82,7 +81,7 @@ def copy_from_a_gpu(name: str, block: int = BLOCK) -> tuple[list[bool], list[str
     from tests.fake_cuda import cuda
 
     found = []
-    copies = StagingBuffers()
+    memory: dict[str, torch.Tensor] = {}
     expected = to_tree(state_on("cpu", name))
     device.reset_peak()
     before = device.pinned_memory()[0]
@@ -90,7 +89,8 @@ def copy_from_a_gpu(name: str, block: int = BLOCK) -> tuple[list[bool], list[str
     for _ in range(2):
         state = to_tree(state_on("cuda", name))
         with mock.patch.object(staging, "BLOCK_BYTES", block), cuda.Waits() as waits:
-            copied = copies.copy(state)
+            copied = copy_to_host(state, memory)
+        memory = copied.tensors
         waited += [what for what, _ in waits.found]
         for one in state.tensors.values():
             if one.is_cuda:
@@ -122,10 +122,11 @@ def test_a_state_of_three_blocks_pins_two(on_fake_gpus: OnRanks) -> None:
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_come_back_on_the_cpu() -> None:
     state: dict[str, Any] = {"w": torch.randn(100, 100, device="cuda").t(), "n": torch.ones(3)}
-    copies = StagingBuffers()
+    memory: dict[str, torch.Tensor] = {}
     with mock.patch.object(staging, "BLOCK_BYTES", 1000):
         for _ in range(2):
-            kept = copies.copy(to_tree(state))
+            kept = copy_to_host(to_tree(state), memory)
+            memory = kept.tensors
             assert not kept.tensors["w"].is_pinned()
             assert torch.equal(from_tree(kept)["w"], state["w"].cpu())
             assert torch.equal(from_tree(kept)["n"], state["n"])

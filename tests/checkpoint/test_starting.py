@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_loop.checkpoint import Start, start_command, way_on, words_to_go_on
+from ddp_loop.checkpoint import way_on, words_to_go_on
+from ddp_loop.checkpoint.starting import start_command
 from tests.support.scripts import run
 
 pytestmark = pytest.mark.covers("J6")
@@ -41,21 +42,21 @@ def script(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_start_is_that_of_the_launcher(variables: dict[str, str], words: list[str]) -> None:
-    assert start_command(variables, "/home/me") == Start((*words, "--run", "the one"), "/home/me")
+    assert start_command(variables, "/home/me") == {"start": [*words, "--run", "the one"], "directory": "/home/me"}
 
 
 def test_the_launcher_s_own_words_and_folder_count_most() -> None:
     words = ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py"]
     left = json.dumps({"argv": words, "directory": "/home/me"})
     variables = {"DDP_LOOP_START": left, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2"}
-    assert start_command(variables, "/elsewhere") == Start(tuple(words), "/home/me")
+    assert start_command(variables, "/elsewhere") == {"start": words, "directory": "/home/me"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
 def test_torchrun_s_own_words_are_those_of_the_parent(tmp_path: Path) -> None:
     """A launcher's rank prints how it would be started again."""
-    rank = "from ddp_loop.checkpoint import start_command; print(*start_command(directory='/home/me').words, sep='|')"
+    rank = "from ddp_loop.checkpoint.starting import start_command; print(*start_command()['start'], sep='|')"
     launcher = tmp_path / "torchrun"
     launcher.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], check=True)\n")
     words = ["--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", "the one.py"]
@@ -68,7 +69,7 @@ def test_torchrun_s_own_words_are_those_of_the_parent(tmp_path: Path) -> None:
 def test_a_module_is_started_as_one(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     main = SimpleNamespace(__spec__=SimpleNamespace(name=name, origin="lab/train.py"))
     monkeypatch.setitem(sys.modules, "__main__", main)
-    assert start_command({}, None).words == ("python", "-m", module, "--run", "the one")
+    assert start_command({}, None)["start"] == ["python", "-m", module, "--run", "the one"]
 
 
 def test_the_way_on_can_be_pasted() -> None:
@@ -109,7 +110,7 @@ def test_the_command_ddp_loop_is_named_as_it_was_typed(
 
 def test_an_interpreter_that_the_shell_does_not_find_is_named_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert start_command({}, None).words[0] == sys.executable
+    assert start_command({}, None)["start"][0] == sys.executable
 
 
 HOLDS_EPOCHS = """

@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ddp_loop as dl
-from ddp_loop.data import ReadAhead, placement
+from ddp_loop.accelerators import Cuda
+from ddp_loop.data import ReadAhead
 from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
 from tests.support.dispatching import Dispatched
@@ -207,7 +208,7 @@ def move_where_others_did() -> tuple[list[str], bool]:
     with dl.join_world(device="gpu", seed=0) as world:
         peak = Run(world, data_of(4 * BATCH)).peak
         data = data_of(2 * peak // BYTES)
-        with cuda.limited(int(1.5 * peak)), mock.patch.object(placement, "fits", return_value=True):
+        with cuda.limited(int(1.5 * peak)), mock.patch.object(Cuda, "memory_free", return_value=1e18):
             run = Run(world, data)
         return run.places, run.arrivals[2] > 0
 

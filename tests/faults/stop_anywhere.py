@@ -127,7 +127,7 @@ class Asker:
             if not_before is None:
                 if all(one["attempt"] and (one["first"] or one.at == "evaluate") for one in marks):
                     not_before = time.monotonic() + self.chance.uniform(0, _DELAY_S)
-                    at_end = (read_json(Path(self.job.run, STATUS)) or {}).get("iteration", 0) >= last
+                    at_end = read_json(Path(self.job.run, STATUS)).get("iteration", 0) >= last
             elif (
                 at_end
                 or mark["ended"]
@@ -249,7 +249,7 @@ def under_torchrun(asker: Asker, request: tuple[str, str, str], log: Path) -> En
 def judge_stop(asker: Asker, ended: Ended, counts: Counts) -> None:
     """Hold what an attempt left against what it must be."""
     run, moment = Path(asker.job.run), ended.moment
-    said = read_json(run / STATUS) or {}
+    said = read_json(run / STATUS)
     if moment is not None and said.get("status") == "done" and not (ended.problem or "").startswith("orphans"):
         counts.late[f"{moment.kind} to {moment.target}, in {moment.stage}"] += 1  # a signal is a usual one again
         return

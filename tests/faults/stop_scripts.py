@@ -156,7 +156,7 @@ def said(file: Path) -> list[str]:
 
 def judge(request: Request, ranks: int, ended: float, counts: Counts) -> None:
     """Hold what a stop left against what it must be."""
-    status = read_json(request.run / STATUS) or {}
+    status = read_json(request.run / STATUS)
     if status.get("status") in ("done", "left"):
         counts.late += 1
         return

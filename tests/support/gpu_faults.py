@@ -121,7 +121,7 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     # Data lie on a GPU before it is known what a step needs.
     9: (Edit("ddp_loop.data.placement:at_first", "if not is_limited(device):", "if True:"),),
     # A large state is copied to memory that is not pinned.
-    10: (Edit("ddp_loop.checkpoint.staging:StagingBuffers.copy", "if accelerator.is_gpu:", "if False:"),),
+    10: (Edit("ddp_loop.checkpoint.staging:copy_to_host", "if accelerator.is_gpu:", "if False:"),),
     # With several pieces nothing is added up before the end of backward.
     11: (
         Edit(

@@ -159,7 +159,7 @@ def newest_checkpoint(run: Path) -> int:
 
 def trial(folder: Path, number: int) -> dict[str, Any]:
     """trial.json of a trial."""
-    return read_json(folder / "trials" / f"{number:04d}" / "trial.json") or {}
+    return read_json(folder / "trials" / f"{number:04d}" / "trial.json")
 
 
 def marked(mark: str) -> Iterator[int]:

@@ -18,7 +18,7 @@ import pytest
 
 from ddp_loop.distributed import Pool
 from ddp_loop.reporting import trial_folder
-from ddp_loop.sweeps.trial_queue import TrialQueue
+from ddp_loop.sweeps.trial_queue import TrialQueue, _attempt_of
 from tests.support.harness import MOMENT_S, until
 from tests.support.paths import ROOT
 from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
@@ -99,7 +99,7 @@ def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: s
 def check(folder: Path, undisturbed: list[list[str]]) -> None:
     """No trial ran twice or was lost, each has its bits, and no update in a checkpoint was made again."""
     with closing(TrialQueue(f"sqlite:///{folder / 'study.db'}", folder.name, beat_s=1, grace_s=3)) as queue:
-        ended = [(one.trial, one.ending.status) for one in queue._attempts() if one.ending is not None]
+        ended = [(one.trial, one.ending.status) for one in map(_attempt_of, queue._frozen()) if one.ending is not None]
     assert sorted(ended) == [(number, "done") for number in range(len(RATES))]
     for number, expected in enumerate(undisturbed):
         facts = trial(folder, number)

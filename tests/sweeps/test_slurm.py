@@ -18,7 +18,7 @@ from ddp_loop.sweeps.slurm import (
     how_to_go_on,
     minutes_of,
     read_options,
-    slots_of,
+    slots_here,
     submit_workers,
 )
 from tests.support.guard import descendants
@@ -171,8 +171,14 @@ def test_workers_are_handed_to_slurm_as_one_array(monkeypatch: pytest.MonkeyPatc
         ({"SLURM_CPUS_ON_NODE": "8", "SUBMITIT_EXECUTOR": "local"}, None),
     ],
 )
-def test_a_worker_has_the_slots_that_slurm_gave_it(environment: dict[str, str], slots: int | None) -> None:
-    assert slots_of(environment) == slots
+def test_a_worker_has_the_slots_that_slurm_gave_it(
+    environment: dict[str, str], slots: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert slots_here() == slots
 
 
 @pytest.mark.parametrize(

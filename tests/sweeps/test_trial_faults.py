@@ -31,7 +31,7 @@ from ddp_loop.sweeps.jobs import FunctionJob
 from ddp_loop.sweeps.plan import make_plan
 from ddp_loop.sweeps.running import SweepWorker
 from ddp_loop.sweeps.storage import StorageUnreachable
-from ddp_loop.sweeps.trial_queue import Claim, TrialQueue
+from ddp_loop.sweeps.trial_queue import Claim, TrialQueue, _attempt_of
 from tests.support.harness import until
 from tests.support.trials import faulty, final, train, trial, trivial, updates
 
@@ -216,7 +216,7 @@ def test_a_request_to_run_again_is_read_by_one_worker_at_a_time(
 
     monkeypatch.setattr(worker, "_record_waiting", late)
     worker._look_around()
-    assert [(one.trial, one.attempt) for one in queue._attempts()] == [(0, 1), (0, 2)]
+    assert [(one.trial, one.attempt) for one in map(_attempt_of, queue._frozen())] == [(0, 1), (0, 2)]
     other.run()
     assert trial(tmp_path / "s", 0)["status"] == "done"
 
