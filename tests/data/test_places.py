@@ -21,7 +21,7 @@ from ddp_loop.data.placement import parse_devices, tensors_in, without_rows
 from ddp_loop.data.readers import Request, TensorReader
 from ddp_loop.distributed import RankFailed
 from tests.support.harness import OnRanks
-from tests.support.sources import Pair
+from tests.support.sources import READERS, Pair
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("C8")
@@ -33,11 +33,7 @@ LABELS = torch.arange(6)
 def shards(data: Any, devices: Any, **options: Any) -> list[Any]:
     """The data of this process in an epoch, by shard."""
     with dl.join_world() as world:
-        batches = dl.Batches(data, 4, world, shuffle=False, devices=devices, **options)
-        return [loaded.data(0) for loaded in batches.epoch(1)]
-
-
-READERS = pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+        return list(dl.Batches(data, 4, world, shuffle=False, devices=devices, **options))
 
 
 @READERS

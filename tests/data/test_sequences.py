@@ -13,7 +13,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 from tests.support.sequences import LENGTHS, by_lane
-from tests.support.sources import Mapped
+from tests.support.sources import Mapped, shards_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("D9")
@@ -102,10 +102,7 @@ def drawn(index: int) -> dict[str, Any]:
 def noise(epoch: int, start: int, lengths: tuple[int, ...] | None) -> list[dict[str, torch.Tensor]]:
     with dl.join_world(seed=3) as world:
         batches = dl.SequenceBatches(Mapped(len(LENGTHS), drawn), LANES, LENGTH, world, shards=4, lengths=lengths)
-        own = [
-            (loaded, shard) for loaded in batches.epoch(epoch, start) for shard in range(len(loaded.mini_batch.shards))
-        ]
-        return [loaded.data(shard).data for loaded, shard in own]
+        return [chunk.data for _, _, chunk in shards_of(batches, epoch, start)]
 
 
 def test_a_data_set_draws_the_same_for_a_sequence_on_any_number_of_ranks(on_ranks: OnRanks) -> None:

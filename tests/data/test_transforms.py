@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught, in_world
 from tests.support.refusals import ALL, Refused
+from tests.support.sources import shards_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A8")
@@ -46,12 +47,10 @@ def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index:
         data = parts if by_index else TensorDataset(*parts)
         batches = dl.Batches(data, batch_size, world, shards=shards, transform=noisy, **options)
         for epoch in range(2):
-            for loaded in batches.epoch(epoch + 1):
-                for number, _ in enumerate(loaded.mini_batch.shards):
-                    rows, numbers, *rest = loaded.data(number)
-                    parts_of = [part.reshape(len(rows), -1).tolist() for part in (rows, *rest)]
-                    for place, sample in enumerate(numbers.tolist()):
-                        found[epoch, sample] = [part[place] for part in parts_of]
+            for _, _, (rows, numbers, *rest) in shards_of(batches, epoch + 1):
+                parts_of = [part.reshape(len(rows), -1).tolist() for part in (rows, *rest)]
+                for place, sample in enumerate(numbers.tolist()):
+                    found[epoch, sample] = [part[place] for part in parts_of]
     return found
 
 
