@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import ddp_loop as dl
-from tests.support.harness import FAULT_S, OnRanks
 from tests.support.refusals import Refused
 from tests.support.sources import FORKED, Drawn, Mapped, Streamed, numbers, squares
 
@@ -85,33 +83,18 @@ class Unmounted(Drawn):
         raise OSError("the disk is not there")
 
 
-def refusals(cases: list[list[Any]]) -> list[tuple[str, str]]:
-    """The errors of Batches for data that differ between ranks."""
-    found = []
-    with dl.join_world() as world:
-        for data in cases:
-            start = time.monotonic()
-            with pytest.raises((ValueError, TypeError, OSError, dl.PeerFailed)) as refused:
-                dl.Batches(data[world.rank], 4, world)
-            assert time.monotonic() - start < FAULT_S
-            assert world.sum(torch.ones(())) == world.size  # the ranks are still in step
-            found.append((refused.typename, str(refused.value)))
-    return found
+def give_rank_1(world: dl.World, folder: str, data: Any) -> None:
+    try:
+        dl.Batches(data if world.rank == 1 else (numbers(10), numbers(10)), 4, world)
+    finally:
+        assert world.sum(torch.ones(())) == world.size  # the ranks are still in step
 
 
-def test_data_that_are_bad_or_other_ones_on_one_rank_are_refused_on_all(on_ranks: OnRanks) -> None:
-    good, fewer, others = (numbers(10), numbers(10)), numbers(9), numbers(10) + 1
-    bad = {"ValueError": (numbers(10), fewer), "TypeError": 5, "OSError": Unmounted()}
-    cases = [[good, data, good] for data in bad.values()]
-    cases += [[numbers(10), numbers(10), fewer], [numbers(10), numbers(10), others]]
-    first, own, last = on_ranks(3, refusals, cases)
-    assert [kind for kind, _ in own] == [*bad, "ValueError", "ValueError"]
-    for found in (first, last):
-        for (kind, said), (failed, text) in zip(own[:3], found[:3], strict=True):
-            assert (failed, text) == ("PeerFailed", f"rank 1 failed: {kind}: {said}")
-        assert found[3:] == own[3:]
-    assert "the length is 10 samples on rank 0, but 9 samples on rank 2" in own[3][1]
-    assert "different values on rank 2 than on rank 0" in own[4][1]
+def test_data_that_are_bad_on_one_rank_are_refused_on_all(refused: Refused) -> None:
+    unequal = numbers(10), numbers(9)
+    refused(3, give_rank_1, unequal, kind="ValueError", said="same first dimension", by=1)
+    refused(3, give_rank_1, 5, kind="TypeError", said="data must be tensors", by=1)
+    refused(3, give_rank_1, Unmounted(), kind="OSError", said="the disk is not there", by=1)
 
 
 class Broken(Dataset[Any]):

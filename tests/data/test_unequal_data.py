@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.support.harness import OnRanks
 from tests.support.own_data import made_steps, network_after_a_norm, own_stream, rows_of
 from tests.support.paths import DOCS
 from tests.support.refusals import network
+from tests.support.runs import lines_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
@@ -171,7 +171,7 @@ def test_unused_samples_are_reported(
     counts: list[int], until: str, key: str, said: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     assert on_ranks(2, reported, str(tmp_path), counts, until) == [said] * 2
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "rows.jsonl")
     assert [row["samples"] for row in rows][: len(rows) // 2] == [row["samples"] for row in rows][len(rows) // 2 :]
     last = [row for row in rows if key in row]
     assert [row["epoch"] for row in last] == [1, 2]
