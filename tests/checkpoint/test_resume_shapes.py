@@ -34,9 +34,7 @@ def run(
             data[8 * bad - 1] = float("nan")
         state = {"model": model, "optimizer": optimizer}
         batches = dl.Batches(data, 8, world, shards=4, shuffle=False)
-        loop = dl.Loop(
-            batches, EPOCHS, state=state, run_dir=folder, progress=bool(options.pop("say", False)), **options
-        )
+        loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder, **{"progress": False, **options})
 
         def freeze_if_asked() -> None:
             if freeze:
@@ -96,11 +94,11 @@ def test_groups_and_rates_of_an_optimizer_that_the_script_holds_go_on(on_ranks: 
 
 @pytest.mark.slow
 def test_skipped_steps_and_the_epochs_mean_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, loop = run(tmp_path / "whole", bad=2, on_nonfinite="skip", say=True)
+    whole, loop = run(tmp_path / "whole", bad=2, on_nonfinite="skip", progress=True)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch: 1"))
     assert "1 steps skipped" in line
     run(tmp_path / "parts", 3, bad=2, on_nonfinite="skip")
-    again, gone_on = run(tmp_path / "parts", bad=2, on_nonfinite="skip", say=True)
+    again, gone_on = run(tmp_path / "parts", bad=2, on_nonfinite="skip", progress=True)
     assert line in capsys.readouterr().out
     assert (again, gone_on.skipped, loop.skipped) == (whole, 2, 2)
 

@@ -31,7 +31,6 @@ def numbers() -> list[float]:
 def draw_everywhere(folder: str, stop_at: int = 0) -> tuple[Drawn, list[float]]:
     """Train with numbers drawn outside of shards; returns them by place and number, and the weights."""
     drawn: Drawn = {}
-    model = nn.Linear(4, 1)
     with suppress(dl.Stopped), dl.join_world(seed=3) as world:
         model = nn.Linear(4, 1).double().to(world.device)
         sgd = torch.optim.SGD(model.parameters(), 0.1)
@@ -101,7 +100,6 @@ class Notes:
 def take_notes(folder: str, stop_at: int = 0) -> list[Any]:
     """Train with a rate that follows from notes in state."""
     notes = Notes()
-    model = nn.Linear(4, 1)
     best: dict[str, Any] = {}
     with suppress(dl.Stopped), dl.join_world(seed=3, device="cpu") as world:
         model = nn.Linear(4, 1).double()
@@ -146,7 +144,6 @@ def rebind_notes(folder: str, stop_at: int = 0) -> list[Any]:
     anchor = torch.zeros(4, dtype=torch.float64)
     history = np.zeros(2)
     seen = {0}
-    model = nn.Linear(4, 1)
     mapped = torch.from_numpy(np.memmap(f"{folder}.numbers", dtype=np.float64, mode="w+", shape=2))
     notes: dict[str, Any] = {
         "average": anchor, "now": history, "best": history, "seen": seen, "kept": seen, "mapped": mapped,

@@ -77,7 +77,7 @@ def test_the_way_on_can_be_pasted() -> None:
     assert way_on(status) == f"cd '/home/me/my lab' && {command}"
     assert way_on(status, here="/home/me/my lab") == command
     assert way_on({**status, "directory": None}) == command
-    starts: list[object] = [None, [], "python train.py", ["python", 3], {"argv": []}]
+    starts: list[object] = [None, 5, [], "python train.py", ["python", 3], {"argv": []}]
     for start in starts:
         assert way_on({"start": start, "directory": "/home/me"}) == "", start
 

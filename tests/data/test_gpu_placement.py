@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import UserDict
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
 from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
-from tests.support.sources import Mapped
+from tests.support.sources import Encoding, Mapped
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9", "J18")
@@ -257,13 +256,6 @@ def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks, place
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_the_host_is_pinned_and_has_a_fingerprint(workers: int, on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, read_a_data_set, "cpu", "cpu", workers) == [[("cpu", rows, True) for rows in ROWS]]
-
-
-class Encoding(UserDict[str, torch.Tensor]):
-    """A dict with a `to`, as the BatchEncoding of Hugging Face's tokenizers."""
-
-    def to(self, device: torch.device) -> Encoding:
-        return Encoding({name: rows.to(device) for name, rows in self.items()})
 
 
 def encoded(samples: list[torch.Tensor]) -> Encoding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -105,6 +106,15 @@ WORKERS: dict[str, dict[str, Any]] = {
 
 
 READERS = pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """A dict with a `to` and an attribute, as the BatchEncoding of Hugging Face's tokenizers."""
+
+    origin = "shards"
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({name: rows.to(device) for name, rows in self.items()})
 
 
 class Pair(NamedTuple):
