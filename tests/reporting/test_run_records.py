@@ -239,7 +239,7 @@ def test_a_trial_has_its_parameters_its_number_and_its_objective(tmp_path: Path)
 def test_a_sweep_s_direction_decides_what_is_best(direction: str, best: tuple[float, int], tmp_path: Path) -> None:
     run = write_run(tmp_path / "0000", [row(1)], status="done")
     values = enumerate((0.5, 0.75, 0.25), 1)
-    write_lines(run / "evaluations.jsonl", [logged_line(k, distance=one) for k, one in values])
+    write_lines(run / "evaluations.jsonl", [logged_line(k, distance=one, elapsed_s=None) for k, one in values])
     write_trial(run, objective="evaluation.distance", direction=direction)
     said = read_run(run).evaluations["distance"]
     assert (said.best, said.best_at) == best
