@@ -24,6 +24,7 @@ from tests.faults.bad_disks import (
     KEEP,
     RANKS,
     STEPS,
+    Ended,
     Outcome,
     examine,
     fill,
@@ -80,12 +81,17 @@ def whole(pool: dl.Pool) -> str:
 # -- all ranks -----------------------------------------------------------------------------------------------
 
 
+def all_are_whole(ended: list[Ended], whole: str) -> bool:
+    """Whether all ranks ended without an error, as those of an undisturbed run."""
+    return {(one.kind, one.text, one.digest) for one in ended} == {("", "", whole)}
+
+
 def assert_nothing_is_lost(outcome: Outcome, name: str, whole: str) -> None:
     """The older checkpoints are valid, and a run that is started again has all rows, and the undisturbed one's bits."""
     assert outcome.problems == []
     if DISKS[name].heals:
         assert set(BEFORE) <= set(outcome.kept)
-        assert {(one.kind, one.text, one.digest) for one in outcome.again} == {("", "", whole)}
+        assert all_are_whole(outcome.again, whole)
         assert outcome.left == []
         assert outcome.all_rows == ALL_ROWS
 
@@ -122,7 +128,7 @@ def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(
 ) -> None:
     disk = DISKS[name]
     outcome = examine(on_ranks, name, "warn", run_on(""))
-    assert [(one.kind, one.text, one.digest) for one in outcome.ended] == [("", "", whole)] * RANKS
+    assert all_are_whole(outcome.ended, whole)
     lines = outcome.ended[0].lines
     missed = [line for line in lines if line.startswith("ddp_loop: No checkpoint was written; training continues. ")]
     assert len(missed) == (len(MEANWHILE) if disk.heals else sum(at > HARMED for at in SAVED)), lines
@@ -150,7 +156,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_reported_on_every_rank(on_r
 def test_a_log_on_the_full_disk_stops_no_rank(on_ranks: OnRanks, run_on: Callable[[str], Path], whole: str) -> None:
     run = run_on("small")
     ended = on_ranks(RANKS, train, str(run), "full", "warn", str(run.with_name("log")))
-    assert [(one.kind, one.text, one.digest) for one in ended] == [("", "", whole)] * RANKS
+    assert all_are_whole(ended, whole)
     assert rows_of(run) == ALL_ROWS
 
 
@@ -188,7 +194,7 @@ def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_run_that_goes
     left.mkdir()
     fill(run)
     run.with_name("ballast").rename(left / "tensors.safetensors")
-    assert [(one.kind, one.text, one.digest) for one in on_ranks(2, train, str(run))] == [("", "", whole)] * 2
+    assert all_are_whole(on_ranks(2, train, str(run)), whole)
     assert not left.exists()
 
 

@@ -65,6 +65,8 @@ def test_what_is_written_is_read(checkpoints: CheckpointStore, run: Path, score:
     assert back["n"] == 2.5
     assert torch.equal(back["model"]["w"], torch.full((3, 4), 2.5))
     assert names(run) == steps(123)
+    path = checkpoints.write(to_tree([1, 2]), iteration=0, facts={})
+    assert from_tree(checkpoints.read(path).packed) == [1, 2]
 
 
 def test_the_tensors_are_a_file_of_safetensors_by_their_paths(checkpoints: CheckpointStore) -> None:
@@ -77,11 +79,6 @@ def test_the_tensors_are_a_file_of_safetensors_by_their_paths(checkpoints: Check
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert (8 + int.from_bytes(data[:8], "little")) % 8 == 0  # aligned, so that the file can be mapped
     assert all(header[f"model.{name}"]["data_offsets"][0] % one.element_size() == 0 for name, one in many.items())
-
-
-def test_a_state_without_tensors_is_written(checkpoints: CheckpointStore) -> None:
-    path = checkpoints.write(to_tree([1, 2]), iteration=0, facts={})
-    assert from_tree(checkpoints.read(path).packed) == [1, 2]
 
 
 def test_a_second_checkpoint_of_a_step_gets_a_number(checkpoints: CheckpointStore, run: Path) -> None:
@@ -102,6 +99,8 @@ def test_the_last_ones_and_the_best_stay(checkpoints: CheckpointStore, run: Path
     assert [entry.iteration for entry in checkpoints.entries()] == [8, 7, 6, 2]
     write(checkpoints, 9, 0.1)
     assert names(run) == steps(7, 8, 9)
+    write(checkpoints, 4)  # the one just written stays, though newer ones are there
+    assert names(run) == steps(4, 7, 8, 9)
 
 
 def test_a_score_that_is_given_later_counts(checkpoints: CheckpointStore, run: Path) -> None:
@@ -126,12 +125,6 @@ def test_a_score_has_room_beside_facts_that_nearly_fill_the_manifest(
     monkeypatch.setattr(storage, "MANIFEST_BYTES", (path / MANIFEST).stat().st_size + 100)
     checkpoints.give_score(path, 2.5)
     assert checkpoints.read(path).score == 2.5
-
-
-def test_the_one_just_written_stays_also_where_newer_ones_are(checkpoints: CheckpointStore, run: Path) -> None:
-    for iteration in (50, 60, 70, 5):
-        write(checkpoints, iteration)
-    assert names(run) == steps(5, 50, 60, 70)
 
 
 def test_a_bad_checkpoint_is_neither_counted_among_those_kept_nor_removed(run: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.resuming import EPOCHS, STEPS, different, train
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, lines_of, rows_of, status_of
 
 # torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+pytestmark = [pytest.mark.covers("J10"), pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")]
 
 STARTS = "starts.jsonl"
 
@@ -62,7 +62,6 @@ def notices(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("ddp_loop: ")]
 
 
-@pytest.mark.covers("J10")
 def test_more_epochs_go_on_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +80,6 @@ def test_more_epochs_go_on_from_the_end(
     assert notices(capsys) == [f"ddp_loop: {tmp_path} continues with changes: {changes}."]
 
 
-@pytest.mark.covers("J10")
 @pytest.mark.parametrize("first", [3, 5])  # inside an epoch of 5 steps, and at its end
 def test_more_steps_go_on_from_the_end(first: int, tmp_path: Path) -> None:
     _, whole, _ = small(tmp_path / "whole", steps=9)
@@ -89,7 +87,6 @@ def test_more_steps_go_on_from_the_end(first: int, tmp_path: Path) -> None:
     assert small(tmp_path / "parts", steps=9)[:2] == (list(range(first + 1, 10)), whole)
 
 
-@pytest.mark.covers("J10")
 def test_a_changed_script_continues_with_one_notice_and_every_start_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +108,6 @@ def test_a_changed_script_continues_with_one_notice_and_every_start_is_recorded(
     assert (first != second, second == third) == (True, True)
 
 
-@pytest.mark.covers("J10")
 def test_a_changed_learning_rate_is_said_and_that_of_the_checkpoint_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +129,6 @@ def test_many_changes_are_one_short_notice(tmp_path: Path) -> None:
     assert held.notice.endswith("; f: was 1, is 2; and 2 more.")
 
 
-@pytest.mark.covers("J10")
 def test_what_changed_is_not_said_where_nothing_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +143,6 @@ def test_what_changed_is_not_said_where_nothing_goes_on(
 # -- another run ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("J10")
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
@@ -284,7 +278,6 @@ def test_a_run_that_cannot_be_read_now_is_neither_begun_anew_nor_gone_back_from(
 # -- a finished run ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("J10")
 @pytest.mark.parametrize(
     ("first", "then", "said"),
     [
@@ -306,21 +299,17 @@ def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
     assert notices(capsys)[-1] == f"ddp_loop: {tmp_path} is finished: it has made {said}{start_over}"
 
 
-def test_a_start_that_cannot_be_recorded_is_said_and_goes_on(
+def test_half_a_line_of_a_killed_start_stays_alone_and_a_start_that_cannot_be_recorded_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small(tmp_path, stop_at=3)
-    (tmp_path / STARTS).unlink()
-    (tmp_path / STARTS).mkdir()
-    assert small(tmp_path)[0][0] == 4
-    (said,) = notices(capsys)
-    assert f"{tmp_path / STARTS} could not be written" in said
-
-
-def test_half_a_line_of_a_killed_start_stays_alone(tmp_path: Path) -> None:
-    small(tmp_path, stop_at=3)
     with (tmp_path / STARTS).open("a") as file:
         file.write('{"at": 1')
-    small(tmp_path)
+    small(tmp_path, stop_at=5)
     first, half, last = (tmp_path / STARTS).read_text().splitlines()
     assert (json.loads(first)["iteration"], half, json.loads(last)["iteration"]) == (0, '{"at": 1', 3)
+    (tmp_path / STARTS).unlink()
+    (tmp_path / STARTS).mkdir()
+    assert small(tmp_path)[0][0] == 6
+    (said,) = notices(capsys)
+    assert f"{tmp_path / STARTS} could not be written" in said

@@ -18,13 +18,15 @@ from tests.support.gpu_runs import train
 from tests.support.harness import OnRanks
 from tests.support.training import mean_square, sgd, take
 
+pytestmark = pytest.mark.covers("J18")
+
 
 def train_in_small_blocks(folder: str, steps: int) -> tuple[int, str]:
     with mock.patch.object(staging, "BLOCK_BYTES", 5000), mock.patch.object(checkpointer, "KEPT_BYTES", 0):
         return train(folder, steps)
 
 
-@pytest.mark.covers("D10", "J18")
+@pytest.mark.covers("D10")
 def test_a_checkpoint_copied_in_many_pieces_has_the_state_of_its_step_on_another_number_of_gpus(
     on_fake_gpus: OnRanks, tmp_path: Path
 ) -> None:
@@ -33,7 +35,6 @@ def test_a_checkpoint_copied_in_many_pieces_has_the_state_of_its_step_on_another
     assert on_fake_gpus(3, train, str(tmp_path / "parts"), 8) == [whole] * 3
 
 
-@pytest.mark.covers("J18")
 def test_a_run_goes_from_gpus_to_the_cpu_and_back(on_fake_gpus: OnRanks, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     on_fake_gpus(2, train, folder, 2)
@@ -74,7 +75,6 @@ def train_with_average(folder: str, steps: int, device: str = "gpu") -> tuple[li
         return average.kept["weights"][0][0].flatten().tolist(), average.kept["count"]["steps"]
 
 
-@pytest.mark.covers("J18")
 def test_tensors_of_a_scripts_own_object_come_back_to_its_gpu(on_fake_gpus: OnRanks, tmp_path: Path) -> None:
     whole = on_fake_gpus(1, train_with_average, str(tmp_path / "whole"), 6)[0]
     on_fake_gpus(2, train_with_average, str(tmp_path / "parts"), 2)
@@ -89,7 +89,6 @@ def sums_of_both() -> tuple[list[int], list[int]]:
     return checksum_all(tensors).tolist(), checksum_all([tensor.cuda() for tensor in tensors]).tolist()
 
 
-@pytest.mark.covers("J18")
 def test_a_gpu_and_the_cpu_have_one_checksum(on_fake_gpus: OnRanks) -> None:
     on_cpu, on_gpu = on_fake_gpus(1, sums_of_both)[0]
     assert on_gpu == on_cpu
@@ -106,7 +105,6 @@ def launches_of_sums() -> list[int]:
     return found
 
 
-@pytest.mark.covers("J18")
 def test_the_checksums_of_a_state_are_few_launches(on_fake_gpus: OnRanks) -> None:
     of_large, of_small = on_fake_gpus(1, launches_of_sums)[0]
     assert of_large <= 50
@@ -124,6 +122,5 @@ def waits_of_sums() -> tuple[list[tuple[str, str]], bool]:
     return waits.found, found.tolist() == checksum_all([tensor.cpu() for tensor in tensors]).tolist()
 
 
-@pytest.mark.covers("J18")
 def test_no_checksum_of_the_hosts_tensors_makes_it_wait_for_a_gpu(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, waits_of_sums) == [([], True)]

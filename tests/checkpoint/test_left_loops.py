@@ -75,6 +75,7 @@ def run_cells(folder: str, how: str | None, shards: int | None) -> tuple[list[li
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (3, None), (2, 3)])
 @pytest.mark.slow
 @pytest.mark.on_gpus_too
+@pytest.mark.both_exchanges
 def test_a_cell_that_is_run_again_resumes_from_the_newest_checkpoint(
     ranks: int, how: str, shards: int | None, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -99,13 +100,6 @@ def test_a_save_in_the_step_in_which_the_loop_is_left_is_said_to_be_lost(
             run_cell(world, str(tmp_path / how), 3, how)
         assert capsys.readouterr().out.count("The loop was left in step 3, so there is none of this step.") == said
         assert checkpoints_of(tmp_path / how) == [1, 2]
-
-
-@pytest.mark.both_exchanges
-@pytest.mark.slow
-def test_either_exchange_lets_a_cell_be_run_again(on_ranks: OnRanks, tmp_path: Path) -> None:
-    for made, _ in on_ranks(2, run_cells, str(tmp_path / "run"), "an error in a shard", None):
-        assert made == [[1, 2], [3, 4], [5, 6, 7, 8]]
 
 
 def start_over(folder: str) -> list[list[int]]:

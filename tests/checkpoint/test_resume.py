@@ -20,17 +20,15 @@ from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
 from tests.support.runs import checkpoints_of, endless, rows_of, status_of
-from tests.support.trained_runs import flip_tensors
 
 # torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+pytestmark = [pytest.mark.covers("E5"), pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")]
 
 
 # -- everywhere ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.covers("E5")
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tmp_path: Path) -> None:
     whole = train(str(tmp_path / "whole"), build=build)
@@ -47,7 +45,6 @@ def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tm
         assert status_of(run)["status"] == "done"
 
 
-@pytest.mark.covers("E5")
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
 def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -58,7 +55,7 @@ def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(on_ranks: On
     assert rows_of(tmp_path) == whole.made
 
 
-@pytest.mark.covers("E5", "H7")
+@pytest.mark.covers("H7")
 @pytest.mark.parametrize(("at", "build"), [(3, "usual"), (STEPS, "bfloat16")])
 @pytest.mark.slow
 @pytest.mark.on_gpus_too
@@ -74,7 +71,7 @@ def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks:
         assert rows_of(run) == whole.made
 
 
-@pytest.mark.covers("E5", "H7")
+@pytest.mark.covers("H7")
 def test_a_run_goes_on_over_another_exchange_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(1, train, "")[0]
     for ranks, exchange, until in ((2, MEMORY, 3), (3, GLOO, 6), (2, MEMORY, None)):
@@ -97,7 +94,6 @@ def read_sequences(folder: str, epochs: int) -> str:
         return said.getvalue()
 
 
-@pytest.mark.covers("E5")
 def test_the_remedy_for_sequences_on_other_ranks_names_their_batches(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, read_sequences, str(tmp_path), 1)
     assert "Begin runs with SequenceBatches(shards=2) for" in on_ranks(1, read_sequences, str(tmp_path), 2)[0]
@@ -109,7 +105,6 @@ def train_and_listen(folder: str, shards: int | None, at: int | None = None) -> 
         return train_in(world, folder, at, "usual", shards=shards), said.getvalue()
 
 
-@pytest.mark.covers("E5")
 @pytest.mark.parametrize(("shards", "told"), [(None, 1), (6, 0)])
 @pytest.mark.slow
 def test_a_run_that_resumes_on_other_ranks_with_their_own_shards_says_that_the_bits_differ(
@@ -144,22 +139,6 @@ def test_a_run_begun_anew_keeps_the_old_one(tmp_path: Path) -> None:
         before = tmp_path / "before" / number
         assert (rows_of(before), status_of(before)["status"]) == (rows, status)
         assert checkpoints_of(before)[-1] == rows[-1]
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = train("")
-    train(str(tmp_path), 8, save_every=3)
-    *_, before, newest = checkpoints_of(tmp_path)
-    flip_tensors(damaged := tmp_path / "checkpoints" / f"step-{newest:08d}")
-    ended = train(str(tmp_path), save_every=3)
-    assert ended.made == whole.made[before:]
-    assert different(whole, ended) == []
-    assert rows_of(tmp_path) == whole.made
-    said = capsys.readouterr().out
-    assert f"{damaged}/tensors.safetensors" in said
-    assert "The one before it is used" in said
 
 
 @pytest.mark.slow

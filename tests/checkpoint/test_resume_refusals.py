@@ -16,7 +16,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import RunFolder, is_running
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks, caught, in_world
-from tests.support.refusals import Refused, loop_over, network, on_this_rank
+from tests.support.refusals import Refused, loop_over, network, network_by_columns, on_this_rank
 from tests.support.resuming import train
 from tests.support.training import take, train_in
 
@@ -89,14 +89,6 @@ def single() -> nn.Module:
     return network().float()
 
 
-def by_columns() -> nn.Module:
-    """The weights in another memory format, as by channels_last."""
-    model = network()
-    weight = next(model.parameters())
-    weight.data = weight.detach().t().contiguous().t()
-    return model
-
-
 def begin_with(world: dl.World, folder: str, model: Callable[[], nn.Module], *others: object) -> None:
     loop_over(world, folder, model(), *others)
 
@@ -118,7 +110,7 @@ def begin_with(world: dl.World, folder: str, model: Callable[[], nn.Module], *ot
             r"weight is torch\.float32 .* in the checkpoint torch\.float64 .*that dtype and memory format, or .*_from=",
         ),
         (
-            by_columns,
+            network_by_columns,
             (),
             "ValueError",
             r"weight is torch\.float64 with strides \(1, 6\), in .*64 with strides \(4, 1\)\.",
@@ -169,13 +161,14 @@ def unfreeze(world: dl.World, folder: str, late: bool, steps: int = 4) -> Tensor
     model = network()
     model[0].requires_grad_(False)
     adam = torch.optim.Adam(model[2].parameters())
+    group = {"params": list(model[0].parameters()), "lr": 0.1}
     if not late:
-        adam.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+        adam.add_param_group(group)
     for step in loop_over(world, folder, model, adam, epochs=None, steps=steps, shards=3):
         if step.iteration == 3:
             model[0].requires_grad_(True)
             if late:
-                adam.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+                adam.add_param_group(group)
         take(step, model)
         adam.step()
     return values_of(model)

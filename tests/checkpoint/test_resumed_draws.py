@@ -16,6 +16,8 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.training import mean_square, take
 
+pytestmark = pytest.mark.covers("E5")
+
 EPOCHS, STEPS = 3, 3
 ROWS = torch.arange(48.0, dtype=torch.float64).reshape(12, 4) / 48
 
@@ -29,7 +31,6 @@ def numbers() -> list[float]:
 def draw_everywhere(folder: str, stop_at: int = 0) -> tuple[Drawn, list[float]]:
     """Train with numbers drawn outside of shards; returns them by place and number, and the weights."""
     drawn: Drawn = {}
-    model = nn.Linear(4, 1)
     with suppress(dl.Stopped), dl.join_world(seed=3) as world:
         model = nn.Linear(4, 1).double().to(world.device)
         sgd = torch.optim.SGD(model.parameters(), 0.1)
@@ -54,7 +55,6 @@ def draw_everywhere(folder: str, stop_at: int = 0) -> tuple[Drawn, list[float]]:
     return drawn, model.weight.flatten().tolist()
 
 
-@pytest.mark.covers("E5")
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
 def test_numbers_that_a_resumed_script_draws_are_the_whole_runs(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ class Notes:
         self.average = torch.zeros((), dtype=torch.float64)
         self.losses = np.zeros(EPOCHS * STEPS)
         self.large: set[int] = set()
+        self.steps: list[int] = []
         self.scale = torch.ones(1, dtype=torch.float64, requires_grad=True)  # trained without a module
         self.table = torch.zeros(2, 3)
         self.kept: dict[str, Any] = {
@@ -85,12 +86,13 @@ class Notes:
             "large": self.large,
             "scale": self.scale,
         }
-        self.kept |= {"table": self.table, "column": self.table[:, 0]}
+        self.kept |= {"table": self.table, "column": self.table[:, 0], "steps": self.steps}
 
     def take(self, iteration: int, loss: torch.Tensor) -> None:
         self.average.mul_(0.9).add_(loss.cpu(), alpha=0.1)
         self.losses[iteration - 1] = float(loss)
         self.table += iteration
+        self.steps.append(iteration)
         if iteration % 2:
             self.large.add(iteration)
 
@@ -98,7 +100,6 @@ class Notes:
 def take_notes(folder: str, stop_at: int = 0) -> list[Any]:
     """Train with a rate that follows from notes in state."""
     notes = Notes()
-    model = nn.Linear(4, 1)
     best: dict[str, Any] = {}
     with suppress(dl.Stopped), dl.join_world(seed=3, device="cpu") as world:
         model = nn.Linear(4, 1).double()
@@ -122,17 +123,18 @@ def take_notes(folder: str, stop_at: int = 0) -> list[Any]:
         model.weight.flatten().tolist(),
         best["weights"]["weight"].flatten().tolist(),
         notes.kept["column"].tolist(),
+        notes.steps,
     ]
 
 
-@pytest.mark.covers("E5")
-def test_tensors_arrays_and_sets_in_a_dict_of_state_are_filled_in_place(
+def test_tensors_arrays_sets_and_lists_in_a_dict_of_state_are_filled_in_place(
     on_ranks: OnRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (whole,) = on_ranks(1, take_notes, str(tmp_path / "whole"))
     on_ranks(1, take_notes, str(tmp_path / "run"), 4)
     (resumed,) = on_ranks(1, take_notes, str(tmp_path / "run"))
     assert resumed == whole
+    assert whole[-1] == list(range(1, EPOCHS * STEPS + 1))
     assert "trains parameters" not in capfd.readouterr().out  # the dict has them
     assert whole[4] != whole[5]  # the best weights are not the last ones
 
@@ -142,7 +144,6 @@ def rebind_notes(folder: str, stop_at: int = 0) -> list[Any]:
     anchor = torch.zeros(4, dtype=torch.float64)
     history = np.zeros(2)
     seen = {0}
-    model = nn.Linear(4, 1)
     mapped = torch.from_numpy(np.memmap(f"{folder}.numbers", dtype=np.float64, mode="w+", shape=2))
     notes: dict[str, Any] = {
         "average": anchor, "now": history, "best": history, "seen": seen, "kept": seen, "mapped": mapped,
@@ -171,7 +172,6 @@ def rebind_notes(folder: str, stop_at: int = 0) -> list[Any]:
     return [anchor.tolist(), mapped.tolist(), model.weight.tolist(), plain, [one.tolist() for one in notes["queue"]]]
 
 
-@pytest.mark.covers("E5")
 def test_objects_that_the_script_replaced_in_a_dict_of_state_stay_apart(on_ranks: OnRanks, tmp_path: Path) -> None:
     (whole,) = on_ranks(1, rebind_notes, str(tmp_path / "whole"))
     on_ranks(1, rebind_notes, str(tmp_path / "run"), 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import sys
@@ -19,6 +18,7 @@ from ddp_loop.monitor.continuing import command_of
 from ddp_loop.sweeps.folders import begun_folder
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob
 from tests.support.refusals import loop_over, network
+from tests.support.runs import status_of
 from tests.support.training import take
 
 pytestmark = pytest.mark.covers("D1")
@@ -35,31 +35,41 @@ def usual_mask(mask: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("words", "hidden"),
+    ("command", "hidden"),
     [
-        (["--api-key", "X", "--epochs", "3"], ["--api-key", "***", "--epochs", "3"]),
-        (["--api_key=X", "-token", "Y"], ["--api_key=***", "-token", "***"]),
-        (["WANDB_API_KEY=X", "wandb.apiKey=X=Y"], ["WANDB_API_KEY=***", "wandb.apiKey=***"]),
-        (["login.password=12", "--password", "-x"], ["login.password=***", "--password", "***"]),
-        (["--hf_token", "--epochs", "3"], ["--hf_token", "--epochs", "3"]),
-        (["--client-secret", "7", "--secret-value=7"], ["--client-secret", "***", "--secret-value=***"]),
-        (["--aws-access-key-id=AKIA"], ["--aws-access-key-id=***"]),
-        (["--pad-token", "0", "--eos-token=2", "--sort-key="], ["--pad-token", "0", "--eos-token=2", "--sort-key="]),
-        (["--tokenizer", "gpt2", "--max-tokens=a"], ["--tokenizer", "gpt2", "--max-tokens=a"]),
-        (["--key-file=k", "train.py"], ["--key-file=k", "train.py"]),
-        (["--at=sql://me:pw@host/db", "http://a:80/b"], ["--at=sql://me:***@host/db", "http://a:80/b"]),
-        (["--url=http://a/b?token=X&page=3", "?apiKey=X"], ["--url=http://a/b?token=***&page=3", "?apiKey=***"]),
-        (["--tokens", "X", "--api_keys=X,Y", "-token1=X"], ["--tokens", "***", "--api_keys=***", "-token1=***"]),
-        (["--secrets", "A", "B", "--keys", "C", "-n", "3"], ["--secrets", "***", "***", "--keys", "***", "-n", "3"]),
-        (["--num-tokens", "a", "--tokens-per-batch=4"], ["--num-tokens", "a", "--tokens-per-batch=4"]),
-        (["--tokens=512", "--keys", "3"], ["--tokens=512", "--keys", "3"]),
-        (["--key-frames", "a", "--monkey=b", "--keyboard=us"], ["--key-frames", "a", "--monkey=b", "--keyboard=us"]),
+        ("--api-key X --epochs 3", "--api-key *** --epochs 3"),
+        ("--api_key=X -token Y", "--api_key=*** -token ***"),
+        ("WANDB_API_KEY=X wandb.apiKey=X=Y", "WANDB_API_KEY=*** wandb.apiKey=***"),
+        ("login.password=12 --password -x", "login.password=*** --password ***"),
+        ("--client-secret 7 --secret-value=7", "--client-secret *** --secret-value=***"),
+        ("--aws-access-key-id=AKIA", "--aws-access-key-id=***"),
+        ("--at=sql://me:pw@host/db http://a:80/b", "--at=sql://me:***@host/db http://a:80/b"),
+        ("--url=http://a/b?token=X&page=3 ?apiKey=X", "--url=http://a/b?token=***&page=3 ?apiKey=***"),
+        ("--tokens X --api_keys=X,Y -token1=X", "--tokens *** --api_keys=*** -token1=***"),
+        ("--secrets A B --keys C -n 3", "--secrets *** *** --keys *** -n 3"),
     ],
-)  # fmt: skip
-def test_what_looks_like_a_secret_is_hidden_in_a_command(words: list[str], hidden: list[str]) -> None:
-    assert hide_secrets(words) == hidden
-    assert hide_secrets(hidden) == hidden
-    assert bool(lacks_secret({"start": ["python", *words]})) == (words != hidden)
+)
+def test_what_looks_like_a_secret_is_hidden_in_a_command(command: str, hidden: str) -> None:
+    assert hide_secrets(command.split()) == hidden.split()
+    assert hide_secrets(hidden.split()) == hidden.split()
+    assert lacks_secret({"start": ["python", *command.split()]})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--hf_token --epochs 3",
+        "--pad-token 0 --eos-token=2 --sort-key=",
+        "--tokenizer gpt2 --max-tokens=a",
+        "--key-file=k train.py",
+        "--num-tokens a --tokens-per-batch=4",
+        "--tokens=512 --keys 3",
+        "--key-frames a --monkey=b --keyboard=us",
+    ],
+)
+def test_what_is_no_secret_stays_in_a_command(command: str) -> None:
+    assert hide_secrets(command.split()) == command.split()
+    assert not lacks_secret({"start": ["python", *command.split()]})
 
 
 def test_what_looks_like_a_secret_is_hidden_in_hyper_parameters() -> None:
@@ -104,7 +114,7 @@ def test_no_file_of_a_run_keeps_a_secret_and_those_with_arguments_are_the_user_s
     assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
     for name in ("run.json", "starts.jsonl", "status.json"):
         assert stat.S_IMODE((run / name).stat().st_mode) == 0o600, name
-    status = json.loads((run / "status.json").read_text())
+    status = status_of(run)
     assert status["command"] == ["train.py", "--api-key", "***", "--password=***", "TOKEN=***"]
     assert len((run / "starts.jsonl").read_text().splitlines()) == 2
     assert command_of(run).lacks == ("--api-key", "--password", "TOKEN")

@@ -17,9 +17,11 @@ from torch.optim.swa_utils import AveragedModel
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks, caught
-from tests.support.refusals import loop_over, loss_of, network
+from tests.support.refusals import loop_over, loss_of, network, network_by_columns
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, lines_of, rows_of, status_of
 from tests.support.trained_runs import NAMES, Tied, flip_tensors, rows, train_run
+
+pytestmark = pytest.mark.covers("J10")
 
 
 def started(
@@ -49,7 +51,6 @@ def started(
         return before, kept, made
 
 
-@pytest.mark.covers("J10")
 @pytest.mark.on_gpus_too
 @pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(("ranks", "which"), [(1, ""), (3, f"checkpoints/{NAMES[1]}")])
@@ -65,7 +66,6 @@ def test_a_new_run_begins_with_the_weights_and_moments_of_another_on_every_rank(
     assert rows_of(tmp_path / "new") == [1]
 
 
-@pytest.mark.covers("J10")
 def test_the_settings_of_the_script_stay_and_schedules_begin_anew_and_the_source_is_recorded(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +82,6 @@ def test_the_settings_of_the_script_stay_and_schedules_begin_anew_and_the_source
     assert status_of(new)["resumed_from"] == origin
 
 
-@pytest.mark.covers("J10")
 def test_a_run_that_resumes_in_its_own_folder_does_not_look_at_the_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,10 +128,7 @@ def test_compiled_and_plain_models_take_each_others_weights(here: bool, there: b
 def weights_after(folder: str, source: str | None, form: str, fused: bool = False) -> list[torch.Tensor]:
     """The weights after a step of Adam, which may begin with another run's; in a memory format or a dtype."""
     with dl.join_world(seed=9) as world:
-        model = network()
-        if form == "columns":  # as by channels_last
-            weight = next(model.parameters())
-            weight.data = weight.detach().t().contiguous().t()
+        model = network_by_columns() if form == "columns" else network()
         model = model.float() if form == "single" else model
         adam = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused, foreach=False)
         for step in loop_over(world, folder, model, adam, steps=1, resume_from=source):
@@ -173,7 +169,6 @@ def refused_start(source: str, folder: str, **keywords: Any) -> str:
     return caught(partial(started, source, folder, **keywords))[1]
 
 
-@pytest.mark.covers("J10")
 @pytest.mark.parametrize(
     ("source", "keywords", "said"),
     [
@@ -225,7 +220,6 @@ def test_ranks_with_different_sources_are_refused(tmp_path: Path, on_ranks: OnRa
 # -- from an earlier checkpoint of the same run -------------------------------------------------------------
 
 
-@pytest.mark.covers("J10")
 def test_a_run_goes_on_from_an_earlier_checkpoint_where_newer_ones_were_moved_away(run: Path, tmp_path: Path) -> None:
     last = dl.load(run)
     branch = Path(shutil.copytree(run, tmp_path / "branch"))

@@ -20,7 +20,7 @@ import ddp_loop as dl
 from ddp_loop.data.fingerprints import difference, of
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused
-from tests.support.sources import Mapped
+from tests.support.sources import FORKED, Mapped
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("D10")
@@ -141,7 +141,7 @@ def train(data: Any, world: dl.World, steps: int | None = None, **options: Any) 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "a data set that splits itself": {"length": 12},
-    "read by workers": {"num_workers": 1, "multiprocessing_context": "fork"},
+    "read by workers": FORKED,
 }
 SOME = ["tensors split by hand", "a Subset", "a stream that splits itself"]
 
@@ -249,8 +249,7 @@ def train_on_sound(folder: Path) -> int:
             "a file in memory": (np.load(path, mmap_mode="r"),),
         }
         for kind, data in sound.items():
-            options = {"num_workers": 1, "multiprocessing_context": "fork"} if "worker" in kind else {}
-            train(data, world, steps=2, **options)
+            train(data, world, steps=2, **(FORKED if "worker" in kind else {}))
         return len(sound)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import ddp_loop as dl
-from tests.support.harness import FAULT_S, OnRanks
 from tests.support.refusals import Refused
-from tests.support.sources import Drawn, Mapped, Streamed, numbers, squares
+from tests.support.sources import FORKED, Drawn, Mapped, Streamed, numbers, squares
 
 VALUES: list[tuple[Any, dict[str, Any], str]] = [  # data, options of Batches, what a ValueError says
     (numbers(5), {"batch_size": 0}, "batch_size must be a whole number, 1 or more. Got 0"),
@@ -85,33 +83,18 @@ class Unmounted(Drawn):
         raise OSError("the disk is not there")
 
 
-def refusals(cases: list[list[Any]]) -> list[tuple[str, str]]:
-    """The errors of Batches for data that differ between ranks."""
-    found = []
-    with dl.join_world() as world:
-        for data in cases:
-            start = time.monotonic()
-            with pytest.raises((ValueError, TypeError, OSError, dl.PeerFailed)) as refused:
-                dl.Batches(data[world.rank], 4, world)
-            assert time.monotonic() - start < FAULT_S
-            assert world.sum(torch.ones(())) == world.size  # the ranks are still in step
-            found.append((refused.typename, str(refused.value)))
-    return found
+def give_rank_1(world: dl.World, folder: str, data: Any) -> None:
+    try:
+        dl.Batches(data if world.rank == 1 else (numbers(10), numbers(10)), 4, world)
+    finally:
+        assert world.sum(torch.ones(())) == world.size  # the ranks are still in step
 
 
-def test_data_that_are_bad_or_other_ones_on_one_rank_are_refused_on_all(on_ranks: OnRanks) -> None:
-    good, fewer, others = (numbers(10), numbers(10)), numbers(9), numbers(10) + 1
-    bad = {"ValueError": (numbers(10), fewer), "TypeError": 5, "OSError": Unmounted()}
-    cases = [[good, data, good] for data in bad.values()]
-    cases += [[numbers(10), numbers(10), fewer], [numbers(10), numbers(10), others]]
-    first, own, last = on_ranks(3, refusals, cases)
-    assert [kind for kind, _ in own] == [*bad, "ValueError", "ValueError"]
-    for found in (first, last):
-        for (kind, said), (failed, text) in zip(own[:3], found[:3], strict=True):
-            assert (failed, text) == ("PeerFailed", f"rank 1 failed: {kind}: {said}")
-        assert found[3:] == own[3:]
-    assert "the length is 10 samples on rank 0, but 9 samples on rank 2" in own[3][1]
-    assert "different values on rank 2 than on rank 0" in own[4][1]
+def test_data_that_are_bad_on_one_rank_are_refused_on_all(refused: Refused) -> None:
+    unequal = numbers(10), numbers(9)
+    refused(3, give_rank_1, unequal, kind="ValueError", said="same first dimension", by=1)
+    refused(3, give_rank_1, 5, kind="TypeError", said="data must be tensors", by=1)
+    refused(3, give_rank_1, Unmounted(), kind="OSError", said="the disk is not there", by=1)
 
 
 class Broken(Dataset[Any]):
@@ -213,20 +196,17 @@ def test_an_error_in_a_subset_does_not_name_the_getitems_of_torchs_subset(world:
     assert caught.value.__notes__ == ["while sample 0 of epoch 1 was read"]
 
 
-def read_all(world: dl.World, folder: str, data: Any, size: int, workers: int) -> None:
-    options: dict[str, Any] = {"num_workers": workers} if workers else {}
-    if workers:
-        options["multiprocessing_context"] = "fork"  # a spawned worker imports torch first: 3 s on two cores
+def read_all(world: dl.World, folder: str, data: Any, size: int, options: Mapping[str, Any]) -> None:
     for loaded in dl.Batches(data, size, world, shuffle=False, **options).epoch(1):
         loaded.finish_reading()
     world.raise_if_any_failed(None)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(workers: int, refused: Refused) -> None:
+@pytest.mark.parametrize("options", [{}, FORKED])
+def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(options: dict[str, Any], refused: Refused) -> None:
     # 0..3, 4..7 over 3 ranks: 4 and 5 to rank 0, 6 to rank 1, 7 to rank 2.
     said = "the file is torn.*sample 6 of epoch 1 was read"
-    refused(3, read_all, Broken(6), 4, workers, kind="ValueError", said=said, by=1)
+    refused(3, read_all, Broken(6), 4, options, kind="ValueError", said=said, by=1)
 
 
 def ragged(index: int) -> torch.Tensor:
@@ -242,7 +222,7 @@ def all_ragged() -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("sample", [None, 1], ids=["None alone", "None after a number"])
 def test_samples_of_a_kind_that_cannot_be_stacked_are_refused_with_their_remedy(sample: Any, world: dl.World) -> None:
     with pytest.raises((TypeError, RuntimeError), match="NoneType") as caught:
-        read_all(world, "", [(torch.ones(3), sample), (torch.ones(3), None)] * 6, 6, 0)
+        read_all(world, "", [(torch.ones(3), sample), (torch.ones(3), None)] * 6, 6, {})
     assert "Let each sample have tensors, arrays or numbers, or pass a collate_fn" in caught.value.__notes__[-1]
     assert "unequal sizes" not in "".join(caught.value.__notes__)
 
@@ -250,7 +230,7 @@ def test_samples_of_a_kind_that_cannot_be_stacked_are_refused_with_their_remedy(
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("data", [Mapped(12, ragged), Streamed(all_ragged)])
 def test_samples_of_unequal_sizes_are_refused_with_the_remedy(data: Any, refused: Refused) -> None:
-    results = refused(2, read_all, data, 6, 0, kind="RuntimeError", said="equal size", by=1)
+    results = refused(2, read_all, data, 6, {}, kind="RuntimeError", said="equal size", by=1)
     assert "Pass a collate_fn that pads samples of unequal sizes" in results[0].text  # a peer gets the notes too
 
 

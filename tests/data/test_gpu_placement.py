@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import UserDict
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ from ddp_loop.data.streams import StreamReader
 from ddp_loop.determinism import digest
 from tests.support.dispatching import Dispatched
 from tests.support.harness import OnRanks
-from tests.support.sources import Mapped
+from tests.support.sources import Encoding, Mapped
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9", "J18")
@@ -238,37 +237,26 @@ def held(device: torch.device) -> Mapped:
 ROWS = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
 
 
-def read_a_data_set_of_a_gpu(place: str | None) -> tuple[list[str], list[list[float]]]:
+def read_a_data_set(kept: str, place: str | None, workers: int = 0) -> list[tuple[str, list[float], bool]]:
+    """Of each shard the device, the rows, and whether they are pinned."""
     with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(held(world.device), 4, world, shuffle=False, devices=place)
-        shards = [loaded.data(0) for loaded in batches.epoch(1)]
-        return [str(rows.device) for rows in shards], [rows.flatten().tolist() for rows in shards]
+        data = held(torch.device(kept))
+        batches = dl.Batches(data, 4, world, shuffle=False, devices=place, num_workers=workers)
+        found = [(str(rows.device), rows.flatten().tolist(), rows.is_pinned()) for rows in batches]
+        assert not isinstance(batches._reader, StreamReader)
+        assert kept == "cuda" or batches._reader.fingerprint()
+        return found
 
 
 @pytest.mark.parametrize(("place", "found"), [(None, "cuda:0"), ("cpu", "cpu")])
 def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks, place: str | None, found: str) -> None:
-    assert on_fake_gpus(1, read_a_data_set_of_a_gpu, place) == [([found] * 2, ROWS)]
-
-
-def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[float]], bool]:
-    with dl.join_world(device="gpu", seed=0) as world:
-        batches = dl.Batches(held(torch.device("cpu")), 4, world, shuffle=False, devices="cpu", num_workers=workers)
-        shards = [loaded.data(0) for loaded in batches.epoch(1)]
-        is_pinned = [rows.is_pinned() for rows in shards]
-        assert not isinstance(batches._reader, StreamReader)
-        return is_pinned, [rows.flatten().tolist() for rows in shards], bool(batches._reader.fingerprint())
+    (shards,) = on_fake_gpus(1, read_a_data_set, "cuda", place)
+    assert [shard[:2] for shard in shards] == [(found, rows) for rows in ROWS]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_the_host_is_pinned_and_has_a_fingerprint(workers: int, on_fake_gpus: OnRanks) -> None:
-    assert on_fake_gpus(1, read_a_data_set_of_the_host, workers) == [([True] * 2, ROWS, True)]
-
-
-class Encoding(UserDict[str, torch.Tensor]):
-    """A dict with a `to`, as the BatchEncoding of Hugging Face's tokenizers."""
-
-    def to(self, device: torch.device) -> Encoding:
-        return Encoding({name: rows.to(device) for name, rows in self.items()})
+    assert on_fake_gpus(1, read_a_data_set, "cpu", "cpu", workers) == [[("cpu", rows, True) for rows in ROWS]]
 
 
 def encoded(samples: list[torch.Tensor]) -> Encoding:
@@ -286,8 +274,7 @@ def encoded_on_gpu(samples: list[torch.Tensor]) -> Encoding:
 def read_objects(collate_fn: Any, workers: int) -> tuple[list[str], list[list[float]]]:
     with dl.join_world(device="gpu", seed=0) as world:
         data = held(torch.device("cpu"))
-        batches = dl.Batches(data, 4, world, shuffle=False, collate_fn=collate_fn, num_workers=workers)
-        shards = [loaded.data(0) for loaded in batches.epoch(1)]
+        shards = dl.Batches(data, 4, world, shuffle=False, collate_fn=collate_fn, num_workers=workers)
         rows = [one["data"] if isinstance(one, Encoding) else one.data for one in shards]
         return [str(one.device) for one in rows], [one.tolist() for one in rows]
 

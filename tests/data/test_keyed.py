@@ -14,6 +14,8 @@ from torch.utils.data import Dataset
 import ddp_loop as dl
 from ddp_loop.data.seeded_dataset import SeededDataset
 from ddp_loop.determinism import preserved_streams
+from tests.support.harness import OnRanks
+from tests.support.sources import FORKED, shards_of
 
 pytestmark = pytest.mark.covers("A9", "H1")
 
@@ -56,26 +58,35 @@ class Drawing(Dataset[Any]):
         return [index, *(draw_from_each() if index % self.every == 0 else [0.0] * len(GENERATORS))]
 
 
-def drawn(source: Drawing, batch_size: int, shards: int, workers: int) -> dict[float, list[float]]:
+def drawn(
+    source: Drawing, batch_size: int, shards: int | None = 1, epoch: int = 1, **options: Any
+) -> dict[float, list[float]]:
+    """The draws of this rank, by sample."""
     found: dict[float, list[float]] = {}
     with dl.join_world(seed=3) as world:
-        batches = dl.Batches(source, batch_size, world, shards=shards, num_workers=workers, collate_fn=list)
-        for loaded in batches.epoch(1):
-            for number, _ in enumerate(loaded.mini_batch.shards):
-                draw_from_each()  # as a training loop draws in between
-                found |= {index: draws for index, *draws in loaded.data(number)}
+        batches = dl.Batches(source, batch_size, world, shards=shards, collate_fn=list, **options)
+        for _, _, samples in shards_of(batches, epoch):
+            found |= {index: draws for index, *draws in samples}
+            draw_from_each()  # as a training loop draws in between
     return found
 
 
 @pytest.mark.parametrize("every", [1, 7])
-def test_draws_do_not_depend_on_how_a_shard_is_read_and_each_sample_is_read_once(every: int) -> None:
-    expected = drawn(Drawing(every), 1, 1, 0)  # each sample seeded
-    draws = [draw for index, of_sample in expected.items() if index % every == 0 for draw in of_sample]
-    assert len(set(draws)) == len(draws) == len(GENERATORS) * SIZE // every
-    for batch_size, shards, workers in ((SIZE, 1, 0), (40, 2, 0), (7, 1, 0), (20, 1, 2)):
+def test_draws_depend_on_sample_and_epoch_and_not_on_how_or_by_which_rank_a_shard_is_read(
+    every: int, on_ranks: OnRanks
+) -> None:
+    expected, later = (drawn(Drawing(every), 1, epoch=epoch) for epoch in (1, 2))  # each sample seeded
+    draws = [draw for one in (expected, later) for index in one if index % every == 0 for draw in one[index]]
+    assert len(set(draws)) == len(draws) == 2 * len(GENERATORS) * SIZE // every
+    for batch_size, shards in ((SIZE, 1), (40, 2), (7, 1)):
         source = Drawing(every)
-        assert drawn(source, batch_size, shards, workers) == expected
-        assert workers or sorted(source.read) == list(range(SIZE))
+        assert drawn(source, batch_size, shards) == expected
+        assert sorted(source.read) == list(range(SIZE))
+    assert drawn(Drawing(every), 20, num_workers=2) == expected
+    together: dict[float, list[float]] = {}
+    for found in on_ranks(3, drawn, Drawing(every), 20, None, **FORKED):
+        together |= found
+    assert together == expected
 
 
 def test_a_collate_fn_does_not_continue_the_streams_of_the_last_sample() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +22,7 @@ from torch.utils.data import get_worker_info
 import ddp_loop as dl
 from ddp_loop.data import messages
 from ddp_loop.data.messages import BY_VALUE, Message, default_collate, widen_pipe
-from tests.support.sources import Mapped
-
-WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-
-
-class Pair(NamedTuple):
-    inputs: torch.Tensor
-    labels: torch.Tensor
+from tests.support.sources import FORKED, Mapped, Pair
 
 
 def sent(data: Any) -> tuple[Any, bytes]:
@@ -72,7 +65,7 @@ def of_one_array(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def test_storages_that_begin_at_one_address_may_have_different_sizes() -> None:
-    start, whole, labels = read(3, collate_fn=of_one_array, **WORKER)[1]
+    start, whole, labels = read(3, collate_fn=of_one_array, **FORKED)[1]
     assert start.tolist() == [[2.0] * 3]
     assert whole.tolist() == [[2.0] * 3, [3.0] * 3]
     assert labels.tolist() == [2, 3]
@@ -105,14 +98,13 @@ def shaped(floats: int, index: int) -> tuple[torch.Tensor, int]:
 
 def read(floats: int, **options: Any) -> list[Any]:
     with dl.join_world() as world:
-        batches = dl.Batches(Mapped(6, partial(shaped, floats)), 2, world, shuffle=False, **options)
-        return [loaded.data(0) for loaded in batches.epoch(1)]
+        return list(dl.Batches(Mapped(6, partial(shaped, floats)), 2, world, shuffle=False, **options))
 
 
 @pytest.mark.parametrize("large", [0, 1])
 def test_a_workers_shard_has_the_bits_of_one_read_here(large: int) -> None:
     floats = BY_VALUE // 8 + large  # a shard has two samples of 4 bytes a float
-    found = read(floats, **WORKER)
+    found = read(floats, **FORKED)
     for (images, labels), (same_images, same_labels) in zip(found, read(floats), strict=True):
         assert torch.equal(images, same_images)
         assert torch.equal(labels, same_labels)
@@ -124,10 +116,10 @@ def test_a_workers_shard_has_the_bits_of_one_read_here(large: int) -> None:
 def test_a_thread_that_could_wait_forever_gets_only_short_messages() -> None:
     """torch's thread that pins memory, or one that the user reads in: a worker may die within a long message."""
     found: list[Any] = []
-    reads = threading.Thread(target=lambda: found.append(read(3, **WORKER)), daemon=True)
+    reads = threading.Thread(target=lambda: found.append(read(3, **FORKED)), daemon=True)
     reads.start()
     reads.join()
-    for images, _ in (*found[0], *read(3, pin_memory=True, **WORKER)):
+    for images, _ in (*found[0], *read(3, pin_memory=True, **FORKED)):
         assert images.is_shared()
 
 
@@ -141,9 +133,9 @@ def dying(index: int) -> tuple[torch.Tensor, int]:
 def test_a_worker_that_dies_within_a_message_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "widen_pipe", lambda loaded: None)
     with dl.join_world() as world:
-        batches = dl.Batches(Mapped(6, dying), 2, world, shuffle=False, check_data=False, **WORKER)
+        batches = dl.Batches(Mapped(6, dying), 2, world, shuffle=False, check_data=False, **FORKED)
         with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
-            [loaded.data(0) for loaded in batches.epoch(1)]
+            list(batches)
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_GETPIPE_SZ"), reason="Linux only")
@@ -154,7 +146,7 @@ def test_the_pipe_holds_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     widen_pipe(SimpleNamespace())  # a loader without workers
     widened: list[Any] = []
     monkeypatch.setattr(messages, "widen_pipe", widened.append)
-    read(3, **WORKER)
+    read(3, **FORKED)
     assert [hasattr(one, "_worker_result_queue") for one in widened] == [True]
 
 
@@ -164,7 +156,7 @@ def modes(index: int) -> int:
 
 
 def test_no_mode_slows_down_a_workers_calls_of_torch(world: dl.World) -> None:
-    batches = dl.Batches(Mapped(2, modes), 2, world, check_data=False, **WORKER)
+    batches = dl.Batches(Mapped(2, modes), 2, world, check_data=False, **FORKED)
     assert next(batches.epoch(1)).data(0).tolist() == [0, 0]
 
 

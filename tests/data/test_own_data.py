@@ -14,10 +14,10 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of, is_same, values_of
 from tests.support.harness import OnRanks
-from tests.support.own_data import made_steps, of_rows, own_stream, rows_of
+from tests.support.own_data import made_steps, network_after_a_norm, of_rows, own_stream, rows_of
 from tests.support.refusals import network
 from tests.support.snippets import blocks_of, run_python
-from tests.support.sources import Mapped, Streamed
+from tests.support.sources import FORKED, Mapped, Streamed
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
@@ -39,8 +39,7 @@ def drawn(counts: list[int]) -> list[list[tuple[int, float, float]]]:
         def noisy(data: Any, draws: dl.Draws) -> Any:
             return *data, draws.uniform()
 
-        in_a_worker: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-        for data, more in ((mapped, {}), (mapped, in_a_worker), (stream, {})):
+        for data, more in ((mapped, {}), (mapped, FORKED), (stream, {})):
             batches = dl.Batches(data, 4, world, partition="own", transform=noisy, shuffle=False, **more)
             found.append([row for parts in batches for row in zip(*(part.tolist() for part in parts), strict=True)])
     return found
@@ -147,21 +146,18 @@ def test_own_streams_resume_inside_and_after_an_epoch(
 def evaluated(counts: list[int]) -> tuple[dict[str, float], float, torch.Tensor]:
     """The loss of own streams by `evaluate`, its sum by a plain `for`, and a mean by `update_bn`."""
     with dl.join_world() as world:
-        norm = nn.BatchNorm1d(4, dtype=torch.float64)
-        model = nn.Sequential(norm, *network())
+        model = network_after_a_norm()
         batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", shuffle=False)
         found = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, rows: output.square().mean(1))
         own = [model.eval()(rows).detach().square().sum() for _, rows in batches]
         total = world.sum(torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()).item()
         dl.update_bn(model, batches, forward=of_rows)
-        assert norm.running_mean is not None
-        return found, total, norm.running_mean
+        return found, total, next(model.buffers())
 
 
 def test_evaluation_reads_each_sample_of_own_streams_once(on_ranks: OnRanks) -> None:
     results = on_ranks(2, evaluated, [8, 2])
-    model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()).eval()
-    expected = model(rows_of(list(range(10)))).square()
+    expected = network_after_a_norm().eval()(rows_of(list(range(10)))).square()
     for found, total, mean in results:
         assert found["samples"] == 10
         assert found["loss"] == pytest.approx(expected.mean().item(), rel=1e-12)

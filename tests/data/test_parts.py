@@ -12,9 +12,9 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.own_data import made_steps, of_rows, row_of, rows_of
+from tests.support.own_data import made_steps, network_after_a_norm, of_rows, row_of, rows_of
 from tests.support.refusals import Refused, network
-from tests.support.sources import Mapped
+from tests.support.sources import Mapped, shards_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
@@ -26,9 +26,8 @@ def parts_of(shards: int | None, epochs: int, **options: Any) -> list[list[tuple
         batches = dl.Batches(torch.arange(10), 3, world, shards=shards, partition="local", **options)
         return [
             [
-                (loaded.mini_batch.position, shard.number, loaded.data(number).tolist())
-                for loaded in batches.epoch(epoch + 1)
-                for number, shard in enumerate(loaded.mini_batch.shards)
+                (mini_batch.position, shard.number, data.tolist())
+                for mini_batch, shard, data in shards_of(batches, epoch + 1)
             ]
             for epoch in range(epochs)
         ]
@@ -55,7 +54,7 @@ def numbered(index: int) -> tuple[int, torch.Tensor]:
 def trained(folder: str, shards: int | None, *, as_tensors: bool = True, stop_at: int = 0) -> tuple[Tensors, list[Any]]:
     """The weights, the losses of an evaluation, and the steps that were made."""
     with dl.join_world(seed=2) as world:
-        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network(), nn.Dropout(0.3))
+        model = nn.Sequential(*network_after_a_norm(), nn.Dropout(0.3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         data: Any = (torch.arange(17), rows_of(list(range(17)))) if as_tensors else Mapped(17, numbered)
         batches = dl.Batches(data, 9, world, shards=shards, partition="local")

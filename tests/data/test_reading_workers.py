@@ -21,7 +21,7 @@ from ddp_loop.data import readers as reading
 from ddp_loop.distributed import children_except
 from tests.support.harness import MOMENT_S, OnRanks, child_processes
 from tests.support.runs import LONG_S
-from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Mapped
+from tests.support.sources import FORKED, INPUTS, SIZE, WORKERS, Images, Mapped
 
 # -- randomness while reading ----------------------------------------------------------------------------------
 
@@ -29,32 +29,6 @@ from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Mapped
 def noisy(index: int) -> tuple[int, float, float, torch.Tensor]:
     """The number and three draws."""
     return index, random.gauss(0.0, 1.0), np.random.randn(), torch.rand((), dtype=torch.float64)
-
-
-Draws = dict[int, tuple[float, ...]]
-
-
-def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, Any]) -> Draws:
-    """The draws of this rank, by sample."""
-    with dl.join_world(seed=3) as world:
-        found: Draws = {}
-        for loaded in dl.Batches(Mapped(SIZE, noisy), batch_size, world, shards=shards, **options).epoch(epoch + 1):
-            for number, _ in enumerate(loaded.mini_batch.shards):
-                index, *values = loaded.data(number)
-                rows = zip(*(value.tolist() for value in values), strict=True)
-                found.update(zip(index.tolist(), rows, strict=True))
-        return found
-
-
-def test_draws_depend_on_sample_and_epoch_and_not_on_the_rank(on_ranks: OnRanks) -> None:
-    expected = draws(1, 4, 1, {})
-    together: Draws = {}
-    # A rank is a spawned process, whose workers would be spawned, too, and import torch: 3 s on two cores.
-    for found in on_ranks(3, draws, 1, 7, None, {"num_workers": 1, "multiprocessing_context": "fork"}):
-        together |= found
-    assert together == expected
-    values = [value for one in (expected, draws(0, 4, 1, {})) for row in one.values() for value in row]
-    assert len(set(values)) == 2 * SIZE * 3  # of 53 bits each
 
 
 def fail(index: int) -> float:
@@ -141,9 +115,8 @@ def torn(index: int) -> torch.Tensor:
 @pytest.mark.parametrize("workers", ["two", "two that persist"])
 def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str, world: dl.World) -> None:
     before = child_processes()
-    options = WORKERS[workers]
     with pytest.raises(OSError, match="the file is torn") as caught:
-        [loaded.data(0) for loaded in dl.Batches(Mapped(SIZE, torn), 2, world, **options).epoch(1)]
+        [loaded.data(0) for loaded in dl.Batches(Mapped(SIZE, torn), 2, world, **WORKERS[workers]).epoch(1)]
     assert caught.value.__traceback__ is not None
     assert child_processes() == before
 
@@ -205,8 +178,7 @@ def workers_of_this_rank(leaves: bool) -> tuple[int, bool]:
     before = child_processes()
     most = 0
     with dl.join_world() as world:
-        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-        for loaded in dl.Batches(Images(), 3, world, shards=1, **options).epoch(1):
+        for loaded in dl.Batches(Images(), 3, world, shards=1, **FORKED).epoch(1):
             for number, _ in enumerate(loaded.mini_batch.shards):
                 loaded.data(number)
             most = max(most, len(child_processes() - before))
@@ -250,8 +222,7 @@ def test_data_that_hang_in_a_worker_are_not_compared(world: dl.World, monkeypatc
 def test_a_worker_that_dies_raises_where_its_data_are_waited_for_and_not_within_a_sum_say(world: dl.World) -> None:
     """torch's SIGCHLD handler raises in the main thread, at any line, for each worker in its list."""
     before = children_except(set())
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
-    epoch = dl.Batches(Images(), 3, world, **options).epoch(1)
+    epoch = dl.Batches(Images(), 3, world, **FORKED).epoch(1)
     next(epoch).data(0)
     (worker,) = children_except(before)
     assert worker.pid is not None

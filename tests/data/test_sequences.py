@@ -13,7 +13,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 from tests.support.sequences import LENGTHS, by_lane
-from tests.support.sources import Mapped
+from tests.support.sources import Mapped, shards_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("D9")
@@ -99,24 +99,23 @@ def drawn(index: int) -> dict[str, Any]:
     return {"noise": torch.randn(LENGTHS[index], 2), "numbers": np.full(LENGTHS[index], index)}
 
 
-def noise(epoch: int, start: int, lengths: tuple[int, ...] | None) -> list[dict[str, torch.Tensor]]:
+def noise(epoch: int, start: int, lengths: tuple[int, ...] | None) -> list[tuple[float, int]]:
+    """Of each chunk of this rank the sum of the noise, and that of the sequences' numbers."""
     with dl.join_world(seed=3) as world:
         batches = dl.SequenceBatches(Mapped(len(LENGTHS), drawn), LANES, LENGTH, world, shards=4, lengths=lengths)
-        own = [
-            (loaded, shard) for loaded in batches.epoch(epoch, start) for shard in range(len(loaded.mini_batch.shards))
-        ]
-        return [loaded.data(shard).data for loaded, shard in own]
+        chunks = [chunk.data for _, _, chunk in shards_of(batches, epoch, start)]
+        return [(chunk["noise"].sum().item(), chunk["numbers"].sum().item()) for chunk in chunks]
 
 
 def test_a_data_set_draws_the_same_for_a_sequence_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     [alone] = on_ranks(1, noise, 2, 0, None)
     for ranks, lengths in ((2, None), (3, LENGTHS)):
         results = on_ranks(ranks, noise, 2, 0, lengths)
-        found = sorted((part["noise"].sum().item(), part["numbers"].sum().item()) for own in results for part in own)
-        assert found == sorted((part["noise"].sum().item(), part["numbers"].sum().item()) for part in alone)
+        assert sorted(part for own in results for part in own) == sorted(alone)
     [late] = on_ranks(1, noise, 2, 3, LENGTHS)
-    assert all(torch.equal(one["noise"], other["noise"]) for one, other in zip(late, alone[-len(late) :], strict=True))
-    assert not torch.equal(on_ranks(1, noise, 1, 0, None)[0][0]["noise"], alone[0]["noise"])
+    assert late == alone[-len(late) :]
+    [first] = on_ranks(1, noise, 1, 0, None)
+    assert not {of_noise for of_noise, _ in first} & {of_noise for of_noise, _ in alone}
 
 
 class Parts(NamedTuple):

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ddp_loop as dl
-from ddp_loop.data import Shard, split_range, split_sizes
-from ddp_loop.data.shards import cut
+from ddp_loop.data import split_range, split_sizes
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("D1")
@@ -44,24 +43,17 @@ def test_what_is_no_number_of_parts_is_refused_and_integers_of_numpy_are_split()
     assert {type(size) for size in sizes} == {int}
 
 
-def test_empty_shards_are_left_out_and_the_others_keep_their_numbers() -> None:
-    assert cut((2, 1, 0, 0), range(1, 4)) == (Shard(number=1, start=2, samples=1),)
-    assert cut((2, 1, 0, 0), range(2, 4)) == ()
-
-
 def shards_of_this_rank() -> list[list[tuple[int, int, int]]]:
     with dl.join_world() as world:
-        cases = [(128, 7), (8, 2), (2, 6)]  # batch_size, shards
+        cases = [(128, 7), (8, 2), (3, 6)]  # batch_size, shards
         mini_batches = [dl.Batches(range(200), size, world, shards=n).mini_batch(1, 0) for size, n in cases]
         return [[(shard.number, shard.start, shard.samples) for shard in one.shards] for one in mini_batches]
 
 
 @pytest.mark.covers("C6")
-def test_shards_are_divided_over_ranks_by_the_same_rule_and_a_rank_may_have_none_or_empty_ones(
-    on_ranks: OnRanks,
-) -> None:
+def test_shards_are_divided_over_ranks_by_the_same_rule_and_empty_ones_are_left_out(on_ranks: OnRanks) -> None:
     assert on_ranks(3, shards_of_this_rank) == [
         [[(0, 0, 19), (1, 19, 19), (2, 38, 18)], [(0, 0, 4)], [(0, 0, 1), (1, 1, 1)]],
-        [[(3, 56, 18), (4, 74, 18)], [(1, 4, 4)], []],
+        [[(3, 56, 18), (4, 74, 18)], [(1, 4, 4)], [(2, 2, 1)]],
         [[(5, 92, 18), (6, 110, 18)], [], []],
     ]

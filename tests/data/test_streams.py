@@ -16,6 +16,7 @@ import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused, mean_of, network, samples
+from tests.support.sources import shards_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A9")
@@ -43,10 +44,8 @@ def taken(count: int, size: int, **options: Any) -> Taken:
         assert batches.steps is None
         found: Taken = []
         for epoch in range(2):
-            for loaded in batches.epoch(epoch + 1):
-                at = loaded.mini_batch
-                for number, shard in enumerate(at.shards):
-                    found.append((epoch, at.position, shard.number, at.ends_stream, loaded.data(number).tolist()))
+            for at, shard, data in shards_of(batches, epoch + 1):
+                found.append((epoch, at.position, shard.number, at.ends_stream, data.tolist()))
         return found
 
 
@@ -127,11 +126,9 @@ def drawn(shards: int) -> list[list[tuple[int, list[float]]]]:
         epochs = []
         for epoch in range(2):
             found = []
-            for loaded in batches.epoch(epoch + 1):
+            for mini_batch, shard, data in shards_of(batches, epoch + 1):
                 random.random(), np.random.rand(), torch.rand(())
-                for number, shard in enumerate(loaded.mini_batch.shards):
-                    data = loaded.data(number).tolist()
-                    found.append((loaded.mini_batch.position * 10 + shard.number, data))
+                found.append((mini_batch.position * 10 + shard.number, data.tolist()))
             epochs.append(found)
         return epochs
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks, caught, in_world
-from tests.support.refusals import ALL, Refused
+from tests.support.harness import OnRanks, in_world
+from tests.support.refusals import ALL, Refused, does_it
+from tests.support.sources import shards_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A8")
@@ -46,12 +46,10 @@ def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index:
         data = parts if by_index else TensorDataset(*parts)
         batches = dl.Batches(data, batch_size, world, shards=shards, transform=noisy, **options)
         for epoch in range(2):
-            for loaded in batches.epoch(epoch + 1):
-                for number, _ in enumerate(loaded.mini_batch.shards):
-                    rows, numbers, *rest = loaded.data(number)
-                    parts_of = [part.reshape(len(rows), -1).tolist() for part in (rows, *rest)]
-                    for place, sample in enumerate(numbers.tolist()):
-                        found[epoch, sample] = [part[place] for part in parts_of]
+            for _, _, (rows, numbers, *rest) in shards_of(batches, epoch + 1):
+                parts_of = [part.reshape(len(rows), -1).tolist() for part in (rows, *rest)]
+                for place, sample in enumerate(numbers.tolist()):
+                    found[epoch, sample] = [part[place] for part in parts_of]
     return found
 
 
@@ -183,22 +181,16 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-def refusals(culprit: int | None) -> list[tuple[str, str, float]]:
-    with dl.join_world() as world:
-        found = []
-        for transform, _ in WRONG:
-            given = transform if culprit in (None, world.rank) else lambda data, draws: data
-            found.append(caught(partial(dl.Batches, ROWS, 8, world, transform=given)))
-        world.gather(None)
-        return found
+def give(world: dl.World, folder: str, number: int, culprit: int) -> None:
+    transform = WRONG[number][0] if does_it(world, culprit) else lambda data, draws: data
+    dl.Batches(ROWS, 8, world, transform=transform)
 
 
-@pytest.mark.parametrize("culprit", [None, 1])
-def test_a_transform_of_another_form_is_refused_with_the_right_one(culprit: int | None, on_ranks: OnRanks) -> None:
-    for rank, found in enumerate(on_ranks(2, refusals, culprit)):
-        for (_, form), (kind, text, _) in zip(WRONG, found, strict=True):
-            assert kind == ("TypeError" if culprit in (None, rank) else "PeerFailed")
-            assert re.search(rf"transform\(data, draws\)\. Got {form}", text)
+@pytest.mark.parametrize("culprit", [ALL, 1])
+def test_a_transform_of_another_form_is_refused_with_the_right_one(culprit: int, refused: Refused) -> None:
+    for number, (_, form) in enumerate(WRONG):
+        said = rf"transform\(data, draws\)\. Got {form}"
+        refused(2, give, number, culprit, kind="TypeError", said=said, by=culprit)
 
 
 class Twice(nn.Module):

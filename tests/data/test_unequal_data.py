@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, gradients_of
 from tests.support.documents import fenced_blocks
 from tests.support.harness import OnRanks
-from tests.support.own_data import made_steps, own_stream, rows_of
+from tests.support.own_data import made_steps, network_after_a_norm, own_stream, rows_of
 from tests.support.paths import DOCS
 from tests.support.refusals import network
+from tests.support.runs import lines_of
 from tests.support.training import loop_on
 
 pytestmark = pytest.mark.covers("A11", "A12")
@@ -36,9 +35,7 @@ def train(
 ) -> Record:  # fmt: skip
     """Train over the ranks' own streams, or over tensors in a partition."""
     with dl.join_world() as world:
-        model: nn.Module = network()
-        if layer:
-            model = dl.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()), world)
+        model = dl.sync_batch_norm(network_after_a_norm(), world) if layer else network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data: Any = own_stream(world, counts)
         if partition:
@@ -66,9 +63,7 @@ def train(
 
 def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
     """Compare each step with one process on the union of the ranks' samples; returns the numbers of these."""
-    model: nn.Module = network()
-    if layer:
-        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
+    model = network_after_a_norm() if layer else network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     unions = []
     for steps in zip(*(steps for steps, _ in results), strict=True):
@@ -176,7 +171,7 @@ def test_unused_samples_are_reported(
     counts: list[int], until: str, key: str, said: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     assert on_ranks(2, reported, str(tmp_path), counts, until) == [said] * 2
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "rows.jsonl")
     assert [row["samples"] for row in rows][: len(rows) // 2] == [row["samples"] for row in rows][len(rows) // 2 :]
     last = [row for row in rows if key in row]
     assert [row["epoch"] for row in last] == [1, 2]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.browsing import CHROMIUM, OPTIONS, WIDE, Visit
-from tests.support.serving import WAIT_S, Served, served, write_run
+from tests.support.serving import Served, served, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -30,7 +30,7 @@ def page(run: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def client(page: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=page.base, headers=page.headers, timeout=WAIT_S) as client:
+    with page.client() as client:
         yield client
 
 

@@ -61,7 +61,7 @@ def screens(one: Visit) -> Iterator[str]:
     one.at("button[data-panel=tables]").click()
     one.at(".matrix").wait_for()
     yield "card"
-    one.page.keyboard.press("Escape")
+    one.key("Escape")
     one.tab("Results")
     one.at(".way").first.wait_for(state="attached")  # the pictures move the table, and a press would miss its button
     one.press("Matrix trials/0001")

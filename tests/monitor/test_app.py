@@ -24,6 +24,8 @@ from tests.support.harness import until
 from tests.support.logged_files import add_texts, append_lines, python_command, write_start
 from tests.support.serving import TOKEN, WAIT_S, Served, ask, row, served
 
+pytestmark = pytest.mark.covers("E4")
+
 SLOW_CLIENTS = 200
 
 
@@ -64,7 +66,6 @@ FOREIGN: dict[str, tuple[int, dict[str, str]]] = {
 }
 
 
-@pytest.mark.covers("E4")
 @pytest.mark.parametrize(("method", "other", "targets"), [("GET", "POST", READ), ("POST", "GET", WRITTEN)])
 def test_every_request_needs_the_token_and_the_own_address(
     page: Served, run: Path, method: str, other: str, targets: tuple[str, ...]
@@ -115,7 +116,6 @@ REFUSED: dict[str, tuple[int, str, str, dict[str, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("E4")
 def test_a_request_for_what_is_not_there_is_refused_and_changes_nothing(page: Served, run: Path) -> None:
     before = contents(run.parent)
     for case, (status, method, target, headers) in REFUSED.items():
@@ -174,7 +174,7 @@ def test_the_pages_own_files_need_no_token_and_show_nothing_of_a_run(page: Serve
         assert not re.search(r"<script>|<style|\son\w+=|\sstyle=|https?://", client.get("/").text)
 
 
-@pytest.mark.covers("E4", "E5")
+@pytest.mark.covers("E5")
 def test_stop_asks_a_running_run_and_no_other(page: Served, client: httpx.Client, run: Path) -> None:
     answer = client.post("/api/runs/one/stop")
     assert (answer.status_code, (run / "stop").exists()) == (409, False)
@@ -203,7 +203,6 @@ def test_a_stream_sends_what_is_new(page: Served, client: httpx.Client, run: Pat
 # -- many clients ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("E4")
 @pytest.mark.slow
 def test_200_slow_clients_neither_block_others_nor_cost_work_each(
     page: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch

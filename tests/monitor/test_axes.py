@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import AXES, MetricSeries, places_on
-from tests.support.serving import row, write_lines, write_run
+from tests.support.serving import logged_line, row, write_lines, write_run
 
 
 def series_of(*lines: tuple[int, int | None, float | None]) -> MetricSeries:
@@ -62,11 +63,17 @@ def test_lines_without_epochs_or_times_have_places_too() -> None:
     assert places_on("time", timeless, timeless, None).tolist() == [0]
 
 
+def view_of(folder: Path, rows: list[dict[str, Any]], **status: Any) -> RunView:
+    """A run with an evaluation and a logged value."""
+    run = write_run(folder, rows, **status)
+    write_lines(run / "evaluations.jsonl", [logged_line(200, loss=0.5, elapsed_s=2.5)])
+    write_lines(run / "logged.jsonl", [logged_line(50, f1=0.25)])
+    return RunView("one", run)
+
+
 def test_curves_over_epochs_and_time_keep_their_steps(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "long", [row(k) for k in range(1, 401)], status="done", steps_per_epoch=100, epochs=4)
-    write_lines(run / "evaluations.jsonl", [{"epoch": 2, "iteration": 200, "elapsed_s": 2.5, "loss": 0.5}])
-    write_lines(run / "logged.jsonl", [{"epoch": 1, "iteration": 50, "elapsed_s": 0.5, "f1": 0.25}])
-    view = RunView("long", run)
+    rows = [row(k) for k in range(1, 401)]
+    view = view_of(tmp_path / "one", rows, status="done", steps_per_epoch=100, epochs=4)
     by_epoch, by_time, by_step = (
         view.curves(points=500, smoothing=0, first=0, last=10**9, axis=axis) for axis in ("epoch", "time", "step")
     )
@@ -99,10 +106,7 @@ def test_a_part_of_any_axis_is_what_was_asked_for_and_a_row_on_either_side(clien
 def test_all_values_of_a_metric_come_whole(tmp_path: Path) -> None:
     rows = [row(k, __proto__=k / 4) for k in range(1, 8001)]
     rows[10]["loss"] = None
-    run = write_run(tmp_path / "one", rows)
-    write_lines(run / "evaluations.jsonl", [{"epoch": 2, "iteration": 200, "elapsed_s": 2.5, "loss": 0.5}])
-    write_lines(run / "logged.jsonl", [{"epoch": 1, "iteration": 50, "elapsed_s": 0.5, "f1": 0.25}])
-    view = RunView("one", run)
+    view = view_of(tmp_path / "one", rows)
     found = view.values("loss")
     assert found is not None
     loss = found["found"]

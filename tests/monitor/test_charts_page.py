@@ -15,7 +15,7 @@ import pytest
 from tests.support.browsing import NEEDS_BROWSER, Visit
 from tests.support.harness import until
 from tests.support.logged_files import add_usage, python_command, write_start
-from tests.support.serving import row, write_lines, write_run
+from tests.support.serving import logged_line, row, write_lines, write_run
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
 WINDOW = (1400, 900)
@@ -89,19 +89,19 @@ def test_the_axis_is_steps_epochs_or_time(show: Any, runs: Path) -> None:
 
     one = show(runs)
     are_drawn(400, 399, 399)
-    axis, whole = one.page.get_by_label("Axis"), one.page.get_by_role("button", name="Whole run")
+    axis, whole = one.page.get_by_label("Axis"), one.button("Whole run")
     axis.select_option("epoch")
     are_drawn(4, 7.98, 15.96)
     assert one.text(loss(".step")) == "epoch 15.96"
     one.at(loss()).focus()
-    one.page.keyboard.press("+")
+    one.key("+")
     assert whole.is_visible()
     axis.select_option("time")
     assert not whole.is_visible()
     are_drawn(40, 79.8, 119.7)
     assert one.text(loss(".step")) == "2:00"
     for key in ("Home", "+", "+", "+", "End", "-", "0"):
-        one.page.keyboard.press(key)
+        one.key(key)
         assert "NaN" not in one.at("#groups").inner_text()
     are_drawn(40, 79.8, 119.7)
     one.drag_over("loss", 0.25, 0.5)
@@ -176,11 +176,11 @@ def test_a_run_gets_a_name_and_a_note_and_is_hidden_until_it_is_shown_again(show
     one.waits_for(".run .note", "a note")
     one.at(".run .edit").click()
     one.fill("Name", "")
-    one.page.keyboard.press("Enter")
+    one.key("Enter")
     one.waits_for(".line[data-run='run-1'] .name", "run-1")
     assert not (runs / "run-1" / "name.txt").exists()
     assert (runs / "run-1" / "note.txt").exists()
-    one.page.keyboard.press("Escape")
+    one.key("Escape")
     for name in ("run-0", "run-2"):
         one.at(f".line[data-run='{name}']").hover()
         one.press(f"Hide {name}")
@@ -234,7 +234,7 @@ def test_a_chart_is_saved_as_csv_with_all_rows_and_as_png(show: Any, runs: Path)
     (runs / "run-1" / "name.txt").write_text("=1+1")
     rows = [row(k, **{"a/b": k / 3}) for k in range(1, 5001)]
     write_lines(runs / "run-0" / "rows.jsonl", rows)
-    write_lines(runs / "run-1" / "evaluations.jsonl", [{"epoch": 2, "iteration": 100, "elapsed_s": 20.0, "loss": 0.5}])
+    write_lines(runs / "run-1" / "evaluations.jsonl", [logged_line(100, epoch=2, loss=0.5, elapsed_s=20.0)])
     one = show(runs, WINDOW)
     one.has_lines(4)
     name, data = download(one, "loss", "CSV")
@@ -258,9 +258,8 @@ def test_a_chart_is_saved_as_csv_with_all_rows_and_as_png(show: Any, runs: Path)
 
 def test_a_request_for_curves_that_fails_is_not_repeated_at_once(show: Any, runs: Path) -> None:
     for number in range(3):
-        with (runs / f"run-{number}" / "evaluations.jsonl").open("w") as file:
-            for name in (f"score_{k:02}" for k in range(60)):
-                file.write(json.dumps({"epoch": 1, "iteration": 100, name: 0.5, "elapsed_s": 1.0}) + "\n")
+        lines = [logged_line(100, **{f"score_{k:02}": 0.5}) for k in range(60)]
+        write_lines(runs / f"run-{number}" / "evaluations.jsonl", lines)
     one = show(runs, WINDOW)
     one.has_lines(3)
     asked: list[str] = []
@@ -308,7 +307,7 @@ def test_20_runs_of_50_metrics_are_read_listed_and_drawn_where_they_are_seen(sho
     )
     assert not any("toString" in json.loads(one) for one in asked)  # nor are their values sent
     one.at(".chart[data-metric=toString]").scroll_into_view_if_needed()
-    until(lambda: len(json.loads(one.chart("toString", "last") or "[]")) == 20, "it is drawn when it is near")
+    until(lambda: len(one.last("toString")) == 20, "it is drawn when it is near")
     one.tab("Results")
     labels = one.at("button").evaluate_all(
         "all => all.map((one) => one.getAttribute('aria-label')).filter((one) => one?.startsWith('Stop '))"

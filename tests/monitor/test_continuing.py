@@ -17,6 +17,7 @@ from ddp_loop.checkpoint import FileLock
 from ddp_loop.monitor.continuing import CONTINUED, Continuations, command_of
 from tests.support.harness import until
 from tests.support.logged_files import python_command, write_start
+from tests.support.runs import status_of
 from tests.support.serving import write_run
 
 SCRIPT = """
@@ -96,7 +97,7 @@ def test_the_command_is_started_as_it_was_typed_without_a_shell(
                "DDP_LOOP_START": "{}", "PET_NNODES": "2"}  # fmt: skip
     for name, value in ({"OF_THE_USER": "kept"} | foreign).items():
         monkeypatch.setenv(name, value)
-    lab = Path(json.loads((run / "status.json").read_text())["directory"])
+    lab = Path(status_of(run)["directory"])
     line = f"cd {shlex.quote(str(lab))} && python train.py --rate '0.1; touch broken' '$(touch broken)'"
     assert command_of(run).line == line
     assert pages.about(run, "stopped")["can"]
@@ -169,7 +170,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def test_a_command_that_cannot_be_started_is_one_line(pages: Continuations, run: Path) -> None:
-    status = json.loads((run / "status.json").read_text())
+    status = status_of(run)
     for changes, why in WRONG:
         (run / "status.json").write_text(json.dumps(status | changes))
         digest = pages.about(run, "stopped")["digest"] or "unknown"

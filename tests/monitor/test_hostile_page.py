@@ -91,7 +91,7 @@ def come_to(one: Visit, metric: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_hostile_names_are_text_in_charts_legend_tip_list_and_card(
+def test_hostile_names_are_text_in_charts_legend_tip_list_and_card_and_logged_files_in_its_panels(
     visit: Any, page: Served, size: tuple[int, int]
 ) -> None:
     one = visit(page, size)
@@ -131,12 +131,6 @@ def test_hostile_names_are_text_in_charts_legend_tip_list_and_card(
         one.waits_for(".run .why", EVIL)
         assert is_sound(one, size[0])
 
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_hostile_texts_images_tables_and_output_are_text_in_the_panels(
-    visit: Any, page: Served, size: tuple[int, int]
-) -> None:
-    one = visit(page, size)
     one.unfold()
     one.open_card("__proto__")
     for panel, place, said in (
@@ -196,6 +190,6 @@ def test_hostile_names_in_files_of_charts_in_dialogs_and_in_the_results(visit: A
     line.locator(".edit").click()
     assert one.at("#naming").bounding_box()["width"] <= 640
     one.fill("Name", "=cmd|' /C calc'!A0")
-    one.page.keyboard.press("Enter")
+    one.key("Enter")
     one.waits_for(".lines .name", "=cmd|")
     assert is_sound(one, SIZES[0][0])

@@ -12,12 +12,12 @@ import pytest
 from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
 from tests.support.harness import until
 from tests.support.logged_files import append_lines
-from tests.support.serving import row, served, write_lines, write_run
+from tests.support.serving import logged_line, row, served, write_lines, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
 LOSS = ".chart[data-metric=loss]"
 
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     )  # fmt: skip
     write_lines(
         run / "evaluations.jsonl",
-        [{"epoch": k, "iteration": 100 * k, "accuracy": (90 + k) / 100, "loss": 0.5 / k} for k in range(1, 5)],
+        [logged_line(100 * k, accuracy=(90 + k) / 100, loss=0.5 / k) for k in range(1, 5)],
     )
     write_lines(
         run / "ranks.jsonl",
@@ -52,12 +52,12 @@ def test_a_second_passs_loss_is_among_losses_and_its_weight_is_no_metric(show: A
     assert charts == {"Loss": ["loss", "loss_2"], "Metrics": ["accuracy"], "Steps": ["loss_2_weight", "weight"]}
 
 
-@pytest.mark.covers("E4", "J7")
+@pytest.mark.covers("J7")
 def test_the_curves_end_with_the_last_row_evaluation_and_logged_value_and_keys_move_over_them(
     show: Any, run: Path
 ) -> None:
-    lines = [{"epoch": 1, "iteration": k, "constructor": k / 4, "loss": 3.0, "elapsed_s": 1.0} for k in (100, 300)]
-    write_lines(run / "logged.jsonl", [*lines, {"epoch": 1, "iteration": 400, "a": 2.5, "elapsed_s": 1.0}])
+    lines = [logged_line(k, constructor=k / 4, loss=3.0) for k in (100, 300)]
+    write_lines(run / "logged.jsonl", [*lines, logged_line(400, a=2.5)])
     one = show(run)
     assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 3.0]]
     assert one.last("accuracy") == [[400, 1 - 1 / 400], [400, 0.94]]
@@ -71,7 +71,7 @@ def test_the_curves_end_with_the_last_row_evaluation_and_logged_value_and_keys_m
 
     reached = []
     for _ in range(12):
-        one.page.keyboard.press("Tab")
+        one.key("Tab")
         reached.append(
             one.page.evaluate(
                 "((one) => one.id || one.name || one.dataset.metric || one.className)(document.activeElement)"
@@ -79,26 +79,25 @@ def test_the_curves_end_with_the_last_row_evaluation_and_logged_value_and_keys_m
         )
     charts = [name for metric in ("loss", "a") for name in (metric, "csv", "png", "log")]
     assert reached == ["edit", "smoothing", "axis", "scale", "marks", *charts[:7]]
-    whole = one.page.get_by_role("button", name="Whole run")
+    whole = one.button("Whole run")
     one.at(LOSS).focus()
-    one.page.keyboard.press("Home")
+    one.key("Home")
     assert (one.text(f"{LOSS} .step"), one.text(f"{LOSS} .line")) == ("step 1", "1")
-    one.page.keyboard.press("End")
-    one.page.keyboard.press("+")
+    one.key("End")
+    one.key("+")
     assert whole.is_visible()
-    one.page.keyboard.press("0")
+    one.key("0")
     assert not whole.is_visible()
     assert "loss" in one.at(LOSS).get_attribute("aria-label")
     one.at("[data-metric=constructor]").focus()
     for key in ("Home", "+", "+", "End", "-", "ArrowLeft", "0"):
-        one.page.keyboard.press(key)
+        one.key(key)
         assert "NaN" not in one.at("#groups").inner_text()
     append_lines(run / "rows.jsonl", [row(401, accuracy=0.25, learning_rate=0.1)])
     until(lambda: one.last("accuracy")[0] == [401, 0.25], "the new row is drawn")
     assert one.last("loss")[0] == [401, 1 / 401]
 
 
-@pytest.mark.covers("E4")
 def test_scale_smoothing_epoch_marks_zoom_and_what_is_left_of_a_removed_folder(show: Any, run: Path) -> None:
     with (run / "rows.jsonl").open("a") as file:
         file.write('no row\n{"iteration": 401, "lo')
@@ -177,12 +176,11 @@ def test_without_its_token_the_page_asks_for_it(browser: Browser, run: Path) -> 
         for address, notice in (("", "needs the whole link"), ("/#token=wrong", "The token is wrong")):
             one.page.goto(page.base + address)
             one.waits_for("#notice", notice)
-            assert not one.at(".run, .line").filter(visible=True).count()
+            assert not one.visible(".run, .line")
         one.context.close()
         assert one.outward == []
 
 
-@pytest.mark.covers("E4")
 def test_a_reload_keeps_the_token_and_a_monitor_that_comes_back_is_found(browser: Browser, run: Path) -> None:
     with served(run) as page:
         one = Visit(browser, WIDE, "light").open(page)

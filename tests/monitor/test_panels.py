@@ -20,6 +20,8 @@ from tests.support.logged_files import (
     write_start,
 )
 
+pytestmark = pytest.mark.covers("E4")
+
 EVIL = '<img src=x onerror="alert(1)"></script><script>alert(2)</script>'
 
 
@@ -33,7 +35,6 @@ def card(client: httpx.Client) -> Any:
     return read(client, "")
 
 
-@pytest.mark.covers("E4")
 def test_the_card_says_which_panels_there_are_and_each_takes_numbers_and_known_names(
     client: httpx.Client, run: Path
 ) -> None:
@@ -68,7 +69,6 @@ def test_the_card_says_which_panels_there_are_and_each_takes_numbers_and_known_n
     assert read(client, f"/console?name=rank-0&before={far}")["text"] == "printed\n"
 
 
-@pytest.mark.covers("E4")
 def test_texts_come_newest_first_by_name_and_by_page(client: httpx.Client, run: Path) -> None:
     add_texts(run, *((step, f"name {step % 2}", f"text {step}") for step in range(1, 131)))
     found = read(client, "/texts")
@@ -80,7 +80,6 @@ def test_texts_come_newest_first_by_name_and_by_page(client: httpx.Client, run: 
     assert read(client, "/texts?number=129") == {"number": 129, "text": "text 130"}
 
 
-@pytest.mark.covers("E4")
 def test_images_come_by_name_each_with_its_steps_and_5_000_are_one_small_answer(
     client: httpx.Client, run: Path
 ) -> None:
@@ -106,7 +105,6 @@ def test_images_come_by_name_each_with_its_steps_and_5_000_are_one_small_answer(
     assert found["names"][0]["images"][-1] == [4999, 4999, 8, 8]
 
 
-@pytest.mark.covers("E4")
 def test_continue_starts_the_command_of_the_card(client: httpx.Client, run: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("open('made', 'w').close()")
     write_start(run, python_command("train.py"), tmp_path)

@@ -16,7 +16,7 @@ from tests.support.harness import MOMENT_S, until
 from tests.support.serving import row, write_lines
 from tests.support.sweep_folders import write_sweep, write_trial
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("G4")]
 STATUSES = {3: "failed", 5: "killed", 7: "not finite", 9: "timed out", 10: "waiting", 11: "pruned"}
 
 
@@ -61,7 +61,6 @@ def box(one: Visit, number: int) -> Any:
 # -- the table ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("G4")
 def test_the_table_shows_parameters_and_results_and_sorts_by_each_column(show: Any, sweep: Path) -> None:
     one = opened(show, sweep)
     titles = one.texts(".trials th")
@@ -87,7 +86,6 @@ def test_the_table_shows_parameters_and_results_and_sorts_by_each_column(show: A
     assert one.page.get_attribute("[data-column='value']", "aria-sort") == "none"
 
 
-@pytest.mark.covers("G4")
 def test_last_and_best_are_two_columns_which_differ_where_a_run_got_worse(show: Any, sweep: Path) -> None:
     path = sweep / "trials" / "0000" / "rows.jsonl"
     write_lines(path, [row(k, loss=loss, accuracy=loss) for k, loss in ((1, 0.5), (2, 0.25), (3, 0.75))])
@@ -107,7 +105,6 @@ def test_last_and_best_are_two_columns_which_differ_where_a_run_got_worse(show: 
     assert (best[-1], numbers(one)[-2:]) == (1, [0, 1])
 
 
-@pytest.mark.covers("G4")
 def test_what_the_filter_finds_is_shown_exported_and_drawn(show: Any, sweep: Path) -> None:
     (sweep / "trials" / "0003" / "note.txt").write_text('=1+1, "so"')
     every = {number: facts(sweep, number) for number in range(12)}
@@ -146,7 +143,7 @@ def test_what_the_filter_finds_is_shown_exported_and_drawn(show: Any, sweep: Pat
     noted = [lines["trials/0003"][name] for name in ("Note", "Folder")]
     assert noted == ['\'=1+1, "so"', str(sweep / "trials" / "0003")]  # no formula
 
-    assert one.page.get_by_role("button", name="Show curves (0)").is_disabled()
+    assert one.button("Show curves (0)").is_disabled()
     for number in (2, 6):
         box(one, number).check()
     one.press("Show curves (2)")
@@ -155,7 +152,6 @@ def test_what_the_filter_finds_is_shown_exported_and_drawn(show: Any, sweep: Pat
     until(lambda: one.last("loss") == losses, "both curves are drawn, and no others")
 
 
-@pytest.mark.covers("G4")
 def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(show: Any, sweep: Path) -> None:
     text = "<img src=x onerror=alert(1)> & better"
     note = sweep / "trials" / "0002" / "note.txt"
@@ -165,7 +161,7 @@ def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(show: Any, sweep: 
     written.fill("never mind")
     written.press("Escape")
     assert column(one, "Note")[2] == ""
-    one.page.get_by_role("button", name="Note on trials/0002").press("Enter")
+    one.button("Note on trials/0002").press("Enter")
     written.fill(text)
     written.press("Enter")
     until(note.exists, "the note is written, to a disk that may be busy", 3 * MOMENT_S)
@@ -210,7 +206,6 @@ def test_the_table_stays_where_it_is_when_the_tab_opens(show: Any, sweep: Path) 
     assert len(set(one.page.evaluate("tops"))) == 1
 
 
-@pytest.mark.covers("G4")
 def test_the_scatter_takes_any_column_names_the_trial_under_the_pointer_and_a_click_picks_it(
     show: Any, sweep: Path
 ) -> None:
@@ -246,7 +241,6 @@ def test_the_scatter_takes_any_column_names_the_trial_under_the_pointer_and_a_cl
     assert not box(one, 0).is_checked()
 
 
-@pytest.mark.covers("G4")
 def test_a_range_on_an_axis_of_the_parallel_coordinates_filters_the_table(show: Any, sweep: Path) -> None:
     one = opened(show, sweep)
     axis = one.at(".axis", has_text="Objective: loss")
@@ -278,7 +272,6 @@ def test_a_range_on_an_axis_of_the_parallel_coordinates_filters_the_table(show: 
     assert one.at(".pick-one:checked").count() == 1
 
 
-@pytest.mark.covers("G4")
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
     show: Any, sweep: Path, size: tuple[int, int], scheme: str
@@ -286,7 +279,7 @@ def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
     path = sweep / "trials" / "0001" / "tables" / "confusion.json"
     counts = json.loads(path.read_text())["values"]
     one = opened(show, sweep, size, scheme)
-    assert one.page.get_by_role("button", name="Matrix trials/0006").count() == 0
+    assert one.button("Matrix trials/0006").count() == 0
     one.press("Matrix trials/0001")
     one.waits_for(".matrix-place h2", "Confusion matrix: trials/0001, step 10")
     lines = [line.locator("td").all_text_contents() for line in one.at(".matrix tbody tr").all()]
@@ -372,12 +365,12 @@ def test_an_objective_of_evaluate_has_one_name_on_the_page(show: Any, sweep: Pat
 # -- requests ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("G4", "G5")
+@pytest.mark.covers("G5")
 def test_one_trial_and_all_trials_are_stopped_after_a_question(show: Any, sweep: Path) -> None:
     run = write_trial(sweep, 12, {"rate": 0.1}, "running")
     with closing(RunFolder(run, {}, True)), closing(FileLock(sweep / "lock", "sweep")):
         one = opened(show, sweep)
-        assert one.page.get_by_role("button", name="Stop trials/", exact=False).filter(visible=True).count() == 1
+        assert one.button("Stop trials/", exact=False).filter(visible=True).count() == 1
         one.press("Stop trials/0012")
         one.press("Stop the run")
         until((run / "stop").exists, "one is asked to stop")
@@ -393,32 +386,17 @@ def test_one_trial_and_all_trials_are_stopped_after_a_question(show: Any, sweep:
         one.waits_for(".stop-all", "Stopping…")
 
 
-@pytest.mark.covers("G4", "G5")
+@pytest.mark.covers("G5")
 def test_failed_trials_run_again(show: Any, sweep: Path) -> None:
     one = opened(show, sweep)
     one.waits_for(".sweep-says", "12 of 12 trials · 6 done, 1 failed, 1 killed, 1 not finite, 1 timed out, 1 waiting")
-    assert not one.page.get_by_role("button", name="Stop all", exact=True).is_visible()
+    assert not one.button("Stop all").is_visible()
     one.press("Run 4 failed again")
     one.waits_for(".sweep-needs", f"when a worker starts: python -m ddp_loop sweep work {sweep}")
     assert [json.loads(path.read_text()) for path in (sweep / "again").iterdir()] == [{"trials": [3, 5, 7, 9]}]
 
 
-# -- many and odd trials -----------------------------------------------------------------------------------
-
-
-@pytest.mark.covers("G4")
-def test_500_trials_are_sorted_and_filtered(show: Any, tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path / "digits", 500)
-    every = [facts(sweep, number) for number in range(500)]
-    one = opened(show, sweep)
-    until(lambda: numbers(one) == list(range(500)), "all are there")
-    sort(one, "loss")
-    in_order = sorted(range(500), key=lambda number: every[number]["value"])
-    until(lambda: numbers(one) == in_order, "they are sorted")  # the rows of some may still come
-    one.fill("Filter the table", "activation=relu value<0.2")
-    assert sorted(numbers(one)) == [
-        number for number, of in enumerate(every) if of["parameters"]["activation"] == "relu" and of["value"] < 0.2
-    ]
+# -- odd trials ----------------------------------------------------------------------------------------
 
 
 def test_names_and_values_of_users_are_only_text(show: Any, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from ddp_loop.monitor.run_files import (
 from ddp_loop.reporting import jsonl, png
 from tests.support.logged_files import add_image, add_texts, add_usage, pixels_of, write_console
 
+pytestmark = pytest.mark.covers("E4")
+
 
 def texts_of(run: Path) -> EntryList:
     found = EntryList(run / "texts.jsonl", "text")
@@ -43,14 +45,12 @@ def piece(run: Path, name: str = "rank-0", **asked: int) -> dict[str, Any]:
 # -- texts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("E4")
 def test_texts_are_listed_as_they_come_and_read_from_their_places(tmp_path: Path) -> None:
     add_texts(tmp_path, (1, "sample", "é" * 1000), (2, "__proto__", "two\nlines"))
     texts = texts_of(tmp_path)
     found = [(one.iteration, one.name, one.letters) for one in texts.entries]
     assert found == [(1, "sample", 1000), (2, "__proto__", 9)]
-    first = texts.entry(0)
-    assert first is not None
+    first = texts.entries[0]
     assert first.start == "é" * 300
     assert texts.text_of(first) == "é" * 1000
     add_texts(tmp_path, (3, "sample", "new"))
@@ -63,10 +63,9 @@ def test_texts_are_listed_as_they_come_and_read_from_their_places(tmp_path: Path
 def test_texts_that_a_resumed_run_writes_again_replace_those_before(tmp_path: Path) -> None:
     add_texts(tmp_path, *((step, "sample", f"text {step}") for step in range(1, 6)))
     texts = texts_of(tmp_path)
-    last = texts.entry(4)
+    last = texts.entries[4]
     (tmp_path / "texts.jsonl").unlink()
     add_texts(tmp_path, *((step, "sample", f"other {step}") for step in range(1, 6)))
-    assert last is not None
     assert texts.text_of(last) is None
     (tmp_path / "texts.jsonl").unlink()
     add_texts(tmp_path, *((step, "sample", f"next {step}") for step in range(1, 6)))  # in the same places
@@ -91,9 +90,7 @@ def test_damaged_lines_are_counted_and_the_others_stay(tmp_path: Path, monkeypat
     texts = texts_of(tmp_path)
     assert [one.name for one in texts.entries] == ["whole"]
     assert texts.unreadable == 8
-    entry = texts.entry(0)
-    assert entry is not None
-    assert texts.text_of(entry) == "text"
+    assert texts.text_of(texts.entries[0]) == "text"
 
 
 def test_of_very_many_texts_the_newest_are_listed_and_all_are_read_once(
@@ -120,12 +117,9 @@ def test_of_very_many_texts_the_newest_are_listed_and_all_are_read_once(
 def image(run: Path) -> tuple[int, bytes | str]:
     images = EntryList(run / "images.jsonl", "file")
     images.look()
-    entry = images.entry(0)
-    assert entry is not None
-    return read_image(run, entry)
+    return read_image(run, images.entries[0])
 
 
-@pytest.mark.covers("E4")
 def test_an_image_is_sent_as_it_was_written(tmp_path: Path) -> None:
     path = add_image(tmp_path, 7, "an image / of a ∞")
     assert image(tmp_path) == (200, path.read_bytes())
@@ -180,7 +174,6 @@ def test_a_browser_gets_only_images_that_log_image_wrote(tmp_path: Path) -> None
 # -- the console -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("E4")
 def test_the_console_is_read_from_its_end_back_and_onward(tmp_path: Path) -> None:
     lines = [f"line {number}\n" for number in range(20_000)]
     path = write_console(tmp_path, "".join(lines))

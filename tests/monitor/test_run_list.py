@@ -7,20 +7,19 @@ import math
 import os
 import shutil
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from ddp_loop.checkpoint import RunFolder
 from ddp_loop.monitor import run_list
 from ddp_loop.monitor.run_list import RunList, RunSummary, Snapshot
 from ddp_loop.reporting.run_records import find_runs
 from tests.support.harness import count_calls
 from tests.support.logged_files import append_lines
-from tests.support.serving import ask, row, served, write_lines, write_run
+from tests.support.serving import ask, logged_line, row, running, served, write_lines, write_run
+
+pytestmark = pytest.mark.covers("E4")
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +33,11 @@ def runs_of(now: Snapshot, since: int | None = None) -> dict[str, Any]:
     return {run["key"]: run for run in json.loads(now.changes(since))["runs"]}
 
 
+def summary_of(run: Path) -> Any:
+    """What the list of its folder says of a run."""
+    return runs_of(RunList([run.parent]).look())[run.name]
+
+
 def write_trial(folder: Path, number: int = 0, **facts: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     trial = {"trial": number, "parameters": {"rate": 0.1}, "status": "waiting", "value": None, "why": None}
@@ -44,7 +48,6 @@ def write_trial(folder: Path, number: int = 0, **facts: Any) -> Path:
 # -- which runs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("E4")
 def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: Path) -> None:
     top = tmp_path / "sweep"
     runs = RunList([top])
@@ -58,13 +61,11 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
     later = runs.look()
     assert list(runs_of(later, now.version)) == ["trials/0001"]
     assert runs_of(later)["trials/0001"]["says"] == "waiting for a slot"
-    with closing(RunFolder(top / "trials" / "0001", {}, None)) as folder:
-        folder.write_status("running", epochs=1, steps_per_epoch=10, steps=None, iteration=0)
+    with running(top / "trials" / "0001"):
         begun = runs.look()
         assert {key: run["state"] for key, run in runs_of(begun, later.version).items()} == {"trials/0001": "running"}
 
 
-@pytest.mark.covers("E4")
 def test_the_page_finds_the_runs_that_the_command_finds(tmp_path: Path) -> None:
     """A run's own folders have none, and any other folder may have such a name."""
     own = ("before/x", "tables/x", "checkpoints/x", "pictures/x")
@@ -146,15 +147,15 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
     folder = write_run(tmp_path / "one", [row(k, accuracy=1 / k) for k in range(1, 21)], began=7.5,
                        config={"rate": 0.1, "deep": {"x": 1}, "on": True}, status="done", iteration=20, epochs=1,
                        steps_per_epoch=20, checkpoint="step-00000020")  # fmt: skip
-    write_lines(folder / "evaluations.jsonl", [{"epoch": 1, "iteration": 20, "accuracy": 0.5, "samples": 100}])
-    logged = [{"epoch": 1, "iteration": at, "elapsed_s": 0, "f1": at / 80, "loss": 9.0} for at in (20, 10)]
-    write_lines(folder / "logged.jsonl", logged[::-1])  # a loss of the script's is not the curve's
+    write_lines(folder / "evaluations.jsonl", [logged_line(20, accuracy=0.5)])
+    logged = [logged_line(at, f1=at / 80, loss=9.0) for at in (10, 20)]
+    write_lines(folder / "logged.jsonl", logged)  # a loss of the script's is not the curve's
     (folder / "note.txt").write_text("the good one")
     (folder / "tables").mkdir()
     (folder / "tables" / "confusion.json").write_text("{}")
-    version = runs_of(RunList([tmp_path]).look())["one"].pop("version")
+    version = summary_of(tmp_path / "one").pop("version")
     assert version
-    assert runs_of(RunList([tmp_path]).look())["one"] == {
+    assert summary_of(tmp_path / "one") == {
         "key": "one",
         "name": "one",
         "path": "one",
@@ -184,7 +185,7 @@ def test_a_trial_has_the_state_of_its_sweep_and_runs_also_after_its_loop(tmp_pat
     write_run(tmp_path / "0007", [row(1), row(2)], status="running", iteration=0)
     for status in ("pruned", "killed", "not finite", "timed out", "interrupted", "failed", "stopped"):
         write_trial(tmp_path / "0007", 7, status=status, value=0.25, why="because", attempts=[{"began": 3.0}])
-        said = runs_of(RunList([tmp_path]).look())["0007"]
+        said = summary_of(tmp_path / "0007")
         assert (said["state"], said["config"], said["why"]) == (status, {"rate": 0.1}, "because")
         assert said["trial"] == {
             "number": 7, "value": 0.25, "status": status, "why": "because", "objective": "loss",
@@ -192,7 +193,7 @@ def test_a_trial_has_the_state_of_its_sweep_and_runs_also_after_its_loop(tmp_pat
         }  # fmt: skip
     write_trial(tmp_path / "0007", 7, status="running")
     (tmp_path / "0007" / "status.json").write_text('{"status": "done"}')
-    said = runs_of(RunList([tmp_path]).look())["0007"]
+    said = summary_of(tmp_path / "0007")
     assert (said["state"], said["can_stop"]) == ("running", False)
 
 
@@ -200,7 +201,7 @@ def test_a_whole_number_that_a_browser_would_round_is_a_text(tmp_path: Path) -> 
     config = {"seed": 2**53 + 1, "below": -(2**63), "small": 2**53 - 1, "far": 1e100, "flag": True}
     folder = write_run(tmp_path / "one", status="done")
     (folder / "run.json").write_text(json.dumps({"config": config}))
-    said = runs_of(RunList([tmp_path]).look())["one"]["config"]
+    said = summary_of(tmp_path / "one")["config"]
     assert said == config | {"seed": "9007199254740993", "below": "-9223372036854775808"}
 
 
@@ -210,7 +211,7 @@ def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path) -> None:
     for text in ("[", "[1]", '"x"', kinds):
         (folder / "trial.json").write_text(text)
         (folder / "run.json").write_text(text)
-        said = runs_of(RunList([tmp_path]).look())["one"]
+        said = summary_of(tmp_path / "one")
         assert (said["state"], said["config"], said["began"]) == ("done", {}, None), text
 
 
@@ -251,7 +252,6 @@ def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.covers("E4")
 def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: Path) -> None:
     for number in range(1000):
         write_run(tmp_path / "trials" / f"{number:04}", 3, status="done")
@@ -270,13 +270,12 @@ def test_1000_runs_are_found_and_looked_at_again_without_reading_them(tmp_path: 
     assert len(event) < 2000  # bytes: the other runs are not sent again
 
 
-@pytest.mark.covers("E4")
 def test_a_request_can_name_each_run_below_a_folder_and_nothing_else(tmp_path: Path) -> None:
     top = tmp_path / "top"
     write_run(top / "trials" / "0000", status="done")
     write_run(top / "trials" / "0001", 2, status="done")
     write_run(tmp_path / "outside", status="done")
-    with served(top) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
+    with served(top) as page, page.client() as client:
         for key in ("trials/0001", "trials%2F0001"):
             assert client.get(f"/api/runs/{key}").json()["rows"] == 2
             assert client.get(f"/api/runs/{key}/curves").json()["x"] == [1, 2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,17 @@ from ddp_loop.checkpoint import RunFolder, ask_to_stop, is_running
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import MOST_COLUMNS
 from tests.support.harness import until
-from tests.support.serving import row, write_lines, write_run
+from tests.support.logged_files import append_lines
+from tests.support.serving import logged_line, row, running, write_lines, write_run
+
+
+def curves(view: RunView, points: int, first: int = 0, last: int = 10**12) -> dict[str, Any]:
+    """A part of the curves without smoothing."""
+    return view.curves(points=points, smoothing=0, first=first, last=last)
 
 
 def test_curves_and_facts_of_a_run_are_those_of_its_files(client: httpx.Client, run: Path) -> None:
-    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 10, "accuracy": 0.5, "samples": 100}])
+    write_lines(run / "evaluations.jsonl", [logged_line(10, accuracy=0.5, samples=100)])
     write_lines(run / "ranks.jsonl", [{"iteration": 9, "ranks": [{"rank": 0, "step_s": 0.2, "wait_s": 0.1}]}])
     said = client.get("/api/runs/one").json()
     assert (said["key"], said["folder"], said["rows"]) == ("one", str(run), 20)
@@ -71,8 +76,8 @@ def test_a_damaged_profile_is_left_out_and_a_large_one_cut(run: Path) -> None:
 def test_the_curves_of_the_metrics_that_were_asked_for_come_with_the_names_of_all(
     client: httpx.Client, run: Path
 ) -> None:
-    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 20, "score": 0.5, "elapsed_s": 1.0}])
-    write_lines(run / "logged.jsonl", [{"epoch": 1, "iteration": 20, "f1": 0.25, "elapsed_s": 1.0}])
+    write_lines(run / "evaluations.jsonl", [logged_line(20, score=0.5)])
+    write_lines(run / "logged.jsonl", [logged_line(20, f1=0.25)])
 
     def ask(metrics: str) -> Any:
         asked = {"metrics": metrics, "smoothing": "4"}
@@ -92,11 +97,11 @@ def test_the_curves_of_the_metrics_that_were_asked_for_come_with_the_names_of_al
 def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> None:
     view = RunView("long", write_run(tmp_path / "long", 20_000))
     until(lambda: view.summary()["rows"] == 20_000, "all rows are read")
-    whole = view.curves(points=500, smoothing=0, first=0, last=10**12)
+    whole = curves(view, 500)
     assert len(whole["x"]) <= 500
     assert (whole["x"][-1], whole["curves"]["loss"][-1]) == (20_000, 1 / 20_000)
     assert len(whole["epochs"]) <= 60
-    part = view.curves(points=500, smoothing=0, first=1000, last=1099)
+    part = curves(view, 500, 1000, 1099)
     assert part["x"] == list(range(999, 1101))
     assert part["epochs"] == whole["epochs"]
     assert whole["epochs"][:2] == [[4, 400], [8, 800]]  # of 199
@@ -139,15 +144,10 @@ def test_the_way_on_is_the_command_that_started_the_run(tmp_path: Path) -> None:
     assert RunView("one", run).summary()["continue"] == way
     long = write_run(tmp_path / "two", status="stopped", start=[*start, "x" * 30_000], directory="/lab")
     assert len(RunView("two", long).summary()["continue"]) < 300
-    starts: list[object] = [5, "train.py", [], None]  # by hand, or damaged
-    for number, odd_start in enumerate(starts):
-        odd = write_run(tmp_path / f"odd {number}", status="stopped", start=odd_start)
-        assert RunView("odd", odd).summary()["continue"] == ""
 
 
 def test_how_far_a_run_is_and_how_long_it_takes(tmp_path: Path) -> None:
-    with closing(RunFolder(tmp_path / "one", {}, None)) as folder:
-        folder.write_status("running", epochs=4, steps_per_epoch=100, steps=None, iteration=0)
+    with running(tmp_path / "one", epochs=4):
         write_lines(tmp_path / "one" / "rows.jsonl", [row(k) for k in range(1, 101)])
         view = RunView("one", tmp_path / "one")
         said = view.summary()
@@ -191,7 +191,7 @@ def test_missing_and_unreadable_files_are_reported(client: httpx.Client, run: Pa
 
 def test_a_resumed_run_is_read_again_and_evaluations_that_are_gone_are_news(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", 20)
-    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 3, "elapsed_s": 0.1, "accuracy": 0.5}])
+    write_lines(run / "evaluations.jsonl", [logged_line(3, accuracy=0.5)])
     view = RunView("one", run)
     before = view.summary()["version"]
     write_lines(run / "rows.jsonl", [row(k) for k in range(1, 16)] + [row(k, loss=9.0) for k in range(16, 21)])
@@ -228,39 +228,36 @@ def test_looking_at_a_run_folder_takes_no_lock_that_a_run_needs(run: Path, monke
 
 def test_evaluations_are_thinned_out_and_a_part_of_them_is_exact(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", 20)
-    lines = [{"epoch": k, "iteration": k, "loss": abs(k - 2500), "elapsed_s": 1.0} for k in range(1, 5001)]
+    lines = [logged_line(k, loss=abs(k - 2500)) for k in range(1, 5001)]
     write_lines(run / "evaluations.jsonl", lines)
     view = RunView("one", run)
     until(lambda: not view.summary()["problems"], "all lines are read")
-    found = view.curves(points=300, smoothing=0, first=0, last=10**12)
+    found = curves(view, 300)
     values = found["evaluated"]["loss"]
     assert len(found["evaluated_x"]) == len(found["evaluated_steps"]) == len(values) <= 300
     assert (min(values), max(values), values[-1], found["evaluated_steps"][-1]) == (0, 2500, 2500, 5000)
-    part = view.curves(points=300, smoothing=0, first=100, last=101)
+    part = curves(view, 300, 100, 101)
     assert (part["evaluated_x"], part["evaluated"]["loss"]) == ([99, 100, 101, 102], [2401, 2400, 2399, 2398])
 
 
 @pytest.mark.covers("J7")
 def test_logged_values_have_their_own_steps_and_are_thinned_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", 20)
-    lines: list[dict[str, Any]] = [
-        {"epoch": 1, "iteration": k, "often": k / 2, "elapsed_s": 1.0} for k in range(1, 5001)
-    ]
+    lines = [logged_line(k, often=k / 2) for k in range(1, 5001)]
     lines[9] |= {"constructor": 0.5, "no number": None}
-    write_lines(run / "logged.jsonl", [{"epoch": 0, "iteration": 0, "before": 1, "elapsed_s": 0.0}, *lines])
+    write_lines(run / "logged.jsonl", [logged_line(0, before=1), *lines])
     view = RunView("one", run)
     until(lambda: not view.summary()["problems"], "all lines are read")
-    logged = view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]
+    logged = curves(view, 300)["logged"]
     assert logged["constructor"] == [[10], [0.5], [10]]
     assert logged["before"] == [[0], [1.0], [0]]
     assert logged["no number"] == [[], [], []]
     assert "elapsed_s" not in logged
     assert len(logged["often"][0]) == len(logged["often"][1]) <= 300
     assert [part[-1] for part in logged["often"]] == [5000, 2500.0, 5000]
-    part = view.curves(points=300, smoothing=0, first=100, last=102)["logged"]
+    part = curves(view, 300, 100, 102)["logged"]
     assert part["often"] == [[100, 101, 102], [50.0, 50.5, 51.0], [100, 101, 102]]
     version = view.summary()["version"]
-    with (run / "logged.jsonl").open("a") as file:
-        file.write('{"epoch": 1, "iteration": 5000, "later": 3, "elapsed_s": 1.0}\n')
+    append_lines(run / "logged.jsonl", [logged_line(5000, later=3)])
     until(lambda: view.summary()["version"] != version, "the new line is read")
-    assert view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]["later"] == [[5000], [3.0], [5000]]
+    assert curves(view, 300)["logged"]["later"] == [[5000], [3.0], [5000]]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_loop.checkpoint import RunFolder, asked_to_stop, forget_stop
+from ddp_loop.checkpoint import asked_to_stop, forget_stop
 from tests.support.browsing import NEEDS_BROWSER, WIDE, Visit
 from tests.support.harness import until
 from tests.support.logged_files import append_lines
-from tests.support.serving import row, served, write_lines, write_run
+from tests.support.serving import row, running, served, write_lines, write_run
 from tests.support.sweep_folders import write_trial
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
@@ -63,7 +62,7 @@ def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: 
     long = one.at(".line[data-run='trials/0004'] .parameters")
     assert (long.inner_text(), "rate=0.1234567890123" in str(long.get_attribute("title"))) == ("rate=0.1235", True)
     assert (one.text("#count"), one.page.title()) == ("12 runs", "12 runs")
-    assert not one.at(".run, #unfold").filter(visible=True).count()
+    assert not one.visible(".run, #unfold")
     assert one.page.get_by_role("tab", selected=True).inner_text() == "Curves"
 
     search = one.page.get_by_label("Search runs")
@@ -78,7 +77,7 @@ def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: 
     search.fill("")
 
     turn, values = (
-        one.page.get_by_role("button", name="Reverse the order"),
+        one.button("Reverse the order"),
         one.at(".line:visible .value"),
     )
     one.page.get_by_label("Sort").select_option("value")
@@ -95,8 +94,7 @@ def test_the_list_shows_sorts_and_finds_runs_and_the_newest_ten_are_drawn(show: 
 
 def test_runs_that_begin_later_appear_and_those_that_are_removed_go(show: Any, sweep: Path) -> None:
     one = show(sweep)
-    with closing(RunFolder(sweep / "trials" / "0100", {}, None)) as folder:
-        folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
+    with running(sweep / "trials" / "0100") as folder:
         one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
         write_lines(folder.folder / "rows.jsonl", [row(50, loss=0.5)])
         one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
@@ -150,8 +148,7 @@ def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(show: Any,
 
 def test_the_head_names_the_folder_and_the_best_run_and_running_runs_stand_first(visit: Any, tmp_path: Path) -> None:
     top = write_sweep(tmp_path / "sweep", 4)
-    with closing(RunFolder(top / "zebra", {}, None)) as folder, served(top) as page:
-        folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
+    with running(top / "zebra"), served(top) as page:
         one = visit(page)
         assert one.text("#folders") == str(top)
         one.waits_for(".best", "Best: trials/0000 loss 1")
@@ -181,7 +178,7 @@ def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: 
     one.page.get_by_label("Search runs").focus()
     opener = one.at(".line[data-run='trials/0003'] .open")
     opener.focus()
-    one.page.keyboard.press("Enter")
+    one.key("Enter")
     one.waits_for(".run .folder", str(sweep / "trials" / "0003"))
     assert (one.text(".run .name"), one.text(".says")) == ("trials/0003", "stopped at step 20, checkpoint saved")
     one.waits_for(".run .facts", "rate")
@@ -190,7 +187,7 @@ def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: 
     assert one.page.evaluate("document.activeElement.className") == "close"
     until(lambda: one.last("loss") == [[20, 2]], "its curve")
     assert (one.at("#limit").is_visible(), one.chosen()) == (False, [])
-    one.page.keyboard.press("Escape")
+    one.key("Escape")
     assert not one.at(".run").is_visible()
     assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
     opener.click()
@@ -213,33 +210,28 @@ def test_boxes_the_search_and_the_open_card_choose_the_curves(show: Any, sweep: 
 
 @pytest.mark.covers("E4", "E5")
 def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) -> None:
-    with (
-        closing(RunFolder(sweep / "trials" / "0100", {}, None)) as first,
-        closing(RunFolder(sweep / "trials" / "0101", {}, None)) as second,
-    ):
-        for folder in (first, second):
-            folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
-        with served(sweep) as page:
-            one = visit(page)
-            one.open_card("trials/0101")
-            one.press("Stop trials/0101")
-            assert one.text("#confirm-title") == "Stop trials/0101?"
-            one.page.keyboard.press("Escape")
-            assert one.at(".run").is_visible()  # Escape closed the question only
-            one.press("Stop trials/0101")
-            one.page.keyboard.press("Enter")  # the safe choice has the focus
-            until(lambda: not one.page.get_by_role("button", name="Stop the run").is_visible(), "it is closed again")
-            assert asked_to_stop(second.folder) is None
-            one.press("Stop trials/0101")
-            one.press("Stop the run")
-            one.waits_for(".line[data-run='trials/0101'] .state", "stopping")
-            one.page.get_by_role("button", name="Stopping… trials/0101").wait_for()  # named by its text
-            assert (asked_to_stop(first.folder), asked_to_stop(second.folder)) == (None, "the page")
-            second.write_status("stopped", iteration=7, why="the page")
-            forget_stop(second.folder)
-            second.close()
-            one.waits_for(".says", "stopped at step 7, no checkpoint")
-            assert one.text(".line[data-run='trials/0100'] .state") == "running 0 %"
+    trial = sweep / "trials"
+    with running(trial / "0100") as first, running(trial / "0101") as second, served(sweep) as page:
+        one = visit(page)
+        one.open_card("trials/0101")
+        one.press("Stop trials/0101")
+        assert one.text("#confirm-title") == "Stop trials/0101?"
+        one.key("Escape")
+        assert one.at(".run").is_visible()  # Escape closed the question only
+        one.press("Stop trials/0101")
+        one.key("Enter")  # the safe choice has the focus
+        until(lambda: not one.button("Stop the run").is_visible(), "it is closed again")
+        assert asked_to_stop(second.folder) is None
+        one.press("Stop trials/0101")
+        one.press("Stop the run")
+        one.waits_for(".line[data-run='trials/0101'] .state", "stopping")
+        one.button("Stopping… trials/0101").wait_for()  # named by its text
+        assert (asked_to_stop(first.folder), asked_to_stop(second.folder)) == (None, "the page")
+        second.write_status("stopped", iteration=7, why="the page")
+        forget_stop(second.folder)
+        second.close()
+        one.waits_for(".says", "stopped at step 7, no checkpoint")
+        assert one.text(".line[data-run='trials/0100'] .state") == "running 0 %"
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["misspelt", "empty"])
@@ -252,11 +244,11 @@ def test_a_folder_without_a_run_offers_nothing_of_a_run(browser: Any, tmp_path: 
         page.visitors.callback(one.context.close)
         one.page.goto(page.link)
         one.waits_for(".says", "no run has begun in this folder yet" if is_there else "there is no such folder")
-        assert not one.at(".run button").filter(visible=True).count()
+        assert not one.visible(".run button")
         assert "Step" not in one.text(".run")
         write_run(tmp_path / "other", 2, status="done").rename(folder)
         one.waits_for(".says", "done at step 2")
-        assert one.page.get_by_role("button", name="Rename one").is_visible()
+        assert one.button("Rename one").is_visible()
 
 
 def test_a_card_has_the_loss_its_best_value_and_the_config_under_a_heading(show: Any, tmp_path: Path) -> None:
@@ -287,12 +279,12 @@ def test_on_a_phone_a_button_folds_the_list_away_and_another_one_unfolds_rename_
     assert one.at("#list").is_visible()
     wide = "document.documentElement.scrollWidth"
     assert one.page.evaluate(wide) == SMALL[0]
-    one.page.keyboard.press("Escape")
+    one.key("Escape")
     assert not one.at("#list").is_visible()
     one.press("Runs (12)")
     name = one.at(".line .name", has_text=long)
     assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth")  # it is whole
-    hide = one.page.get_by_role("button", name=f"Hide {long}", exact=True)
+    hide = one.button(f"Hide {long}")
     assert not hide.is_visible()
     one.press(f"Rename or hide {long}")
     hide.click()
@@ -308,7 +300,7 @@ def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another
     one = show(tmp_path / "sweep")
     assert one.text(".run .name") == "trials/0000"
     hidden = "#list, #unfold, #tabs, #limit, .close, .run .swatch"
-    assert not one.at(hidden).filter(visible=True).count()
+    assert not one.visible(hidden)
     assert one.at(".run").bounding_box()["width"] > 1200
     write_run(tmp_path / "sweep" / "trials" / "0001", status="done")
     until(lambda: one.listed() == trials(0, 1), "the list appears")
@@ -324,7 +316,9 @@ def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another
 # -- many --------------------------------------------------------------------------------------------------
 
 
-def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(show: Any, tmp_path: Path) -> None:
+def test_500_runs_stay_smooth_in_list_and_table_and_only_the_lines_that_changed_are_touched(
+    show: Any, tmp_path: Path
+) -> None:
     sweep = write_sweep(tmp_path / "sweep", 500, steps=3)
     one = show(sweep)
     until(lambda: len(one.listed()) == 500, "all lines are there")
@@ -344,3 +338,8 @@ def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(show: 
     assert one.page.evaluate("[...touched]") == ["trials/0123"]
     one.fill("Search runs", "rate=0.1 done")
     until(lambda: len(one.listed()) == 125, "the runs are found")
+    one.fill("Search runs", "")
+    one.tab("Results")
+    until(lambda: one.at(".trial").count() == 500, "the table has all")
+    one.fill("Filter the table", "rate=0.1 stopped loss<2")
+    until(lambda: one.at(".trial").count() == 7, "the filter finds some, also the one that changed")

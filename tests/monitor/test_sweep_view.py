@@ -14,7 +14,7 @@ import pytest
 from ddp_loop.checkpoint import FileLock
 from ddp_loop.monitor.app import BODY_BYTES
 from tests.support.harness import until
-from tests.support.serving import WAIT_S, Served, ask, served
+from tests.support.serving import Served, ask, served
 from tests.support.sweep_folders import write_sweep
 
 RUN = "/api/runs/trials/0000"
@@ -161,18 +161,18 @@ def test_only_failed_trials_can_be_run_again(client: httpx.Client, sweep: Path) 
 def test_the_page_of_some_trials_cannot_reach_their_sweep(sweep: Path) -> None:
     some = [sweep / "trials" / "0000", sweep / "trials" / "0001"]
     with closing(FileLock(sweep / "lock", "sweep")):
-        with served(*some) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
+        with served(*some) as page, page.client() as client:
             assert len(client.get("/api/runs").json()["runs"]) == 2
             assert client.get("/api/sweeps").json() == {"sweeps": []}
             assert client.post("/api/sweeps/digits/stop").status_code == 404
             assert client.post("/api/sweeps/digits/again", json={"trials": [1]}).status_code == 404
-        with served(sweep.parent) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
+        with served(sweep.parent) as page, page.client() as client:
             assert client.post("/api/sweeps/digits/stop").status_code == 202
 
 
 def test_two_sweeps_of_one_name_have_two_keys(tmp_path: Path) -> None:
     first, second = (write_sweep(tmp_path / name / "digits", 1) for name in "ab")
-    with served(tmp_path) as page, httpx.Client(base_url=page.base, headers=page.headers, timeout=WAIT_S) as client:
+    with served(tmp_path) as page, page.client() as client:
         found = client.get("/api/sweeps").json()["sweeps"]
         assert {one["folder"]: one["key"] for one in found} == {str(first): "digits", str(second): "digits-2"}
         assert client.get("/api/sweeps").json()["sweeps"] == found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.browsing import NEEDS_BROWSER
 from tests.support.harness import TASK_S, until
+from tests.support.runs import status_of
 from tests.support.trials import MARK, all_ended, marked, newest_checkpoint, trial, updates
 
 pytestmark = NEEDS_BROWSER
@@ -97,4 +97,4 @@ def test_the_workers_of_a_sweep_stop_one_run_again_and_stop_all_from_the_page(
     for number in (1, 2):
         run = folder / "trials" / f"{number:04d}"
         assert newest_checkpoint(run) == updates(run)[-1]
-        assert json.loads((run / "status.json").read_text())["status"] == "stopped"
+        assert status_of(run)["status"] == "stopped"

@@ -109,7 +109,7 @@ def test_each_chart_has_its_own_scale_which_the_address_keeps(show: Any, tmp_pat
         return [one.chart(metric, "scale") for metric in ("loss", "accuracy")]
 
     one = show(tmp_path / "one")
-    button = one.page.get_by_role("button", name="log scale of loss")
+    button = one.button("log scale of loss")
     button.click()
     assert (scales(one), button.get_attribute("aria-pressed")) == (["log", "linear"], "true")
     until(lambda: view_of(one) == {"log": ["loss"]}, "the scale is in the address")

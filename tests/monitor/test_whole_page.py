@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from ddp_loop.checkpoint import is_running
 from tests.support.browsing import NEEDS_BROWSER, Visit
 from tests.support.harness import TASK_S, until
+from tests.support.runs import rows_of, status_of
 from tests.support.serving import row, served, write_run
 
 pytestmark = NEEDS_BROWSER
@@ -109,7 +109,7 @@ def test_a_run_is_watched_stopped_and_continued_on_the_page(visit: Any, lab: Pat
         assert one.at(".ranks li").count() == 1  # from the run's ranks.jsonl
         assert (run / "checkpoints" / f"step-{first:08}" / "manifest.json").is_file()
         one.press("Continue live")
-        start = json.loads((lab / "live" / "status.json").read_text())["start"]
+        start = status_of(run)["start"]
         assert one.text("#go-on-command") == f"cd {lab.parent} && {shlex.quote(start[0])} train.py"
         one.press("Start it")
         until(lambda: one.at(".says", has_text="running").count(), "the run goes on", BEGINS_S)
@@ -119,8 +119,8 @@ def test_a_run_is_watched_stopped_and_continued_on_the_page(visit: Any, lab: Pat
         second = stop(one)
         assert second > first
         one.page.get_by_role("checkbox", name="Draw live").check()
-        until(lambda: [1, 0.25] in json.loads(one.chart("probe", "last") or "[]"), "the logged value is drawn")
+        until(lambda: [1, 0.25] in one.last("probe"), "the logged value is drawn")
         until(lambda: len(one.last("error")) == 1, "the evaluation is drawn")
-        iterations = [json.loads(line)["iteration"] for line in (run / "rows.jsonl").read_text().splitlines()]
+        iterations = rows_of(run)
         assert iterations == sorted(set(iterations))  # each step once, in order
         assert iterations[-1] == second

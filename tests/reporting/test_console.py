@@ -23,6 +23,7 @@ from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.harness import OnRanks
 from tests.support.paths import ROOT
 from tests.support.refusals import loop_over, network
+from tests.support.runs import rows_of
 from tests.support.terminals import read_until, screen_of
 from tests.support.training import take
 
@@ -98,7 +99,7 @@ def test_a_resumed_run_appends_after_a_line(on_ranks: OnRanks, tmp_path: Path) -
     assert lines == [own[0], "--- start 2", own[1], "--- start 3", own[2]]
 
 
-def test_two_loops_of_one_world_have_their_own_output(tmp_path: Path) -> None:
+def test_two_loops_of_one_world_have_their_own_steps_and_output(tmp_path: Path) -> None:
     with dl.join_world(seed=0) as world:
         for name in ("one", "two"):
             model = network()
@@ -108,6 +109,7 @@ def test_two_loops_of_one_world_have_their_own_output(tmp_path: Path) -> None:
                 take(step, model)
             print("after", name)
     assert [log_of(tmp_path / name) for name in ("one", "two")] == ["in one\nafter one\n", "in two\nafter two\n"]
+    assert [rows_of(tmp_path / name) for name in ("one", "two")] == [[1, 2, 3, 4]] * 2
     assert "write" not in vars(sys.stdout)
 
 

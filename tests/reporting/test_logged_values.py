@@ -19,9 +19,9 @@ from tests.support.runs import lines_of
 LAST = 4  # the checkpoint's iteration
 
 
-def opened(folder: Path, after: int = 0, warnings: list[str] | None = None) -> LoggedValues:
-    calls = SinkCalls([], print)
-    return LoggedValues(RunFiles(folder, after, print if warnings is None else warnings.append), calls, 0.0)
+def opened(folder: Path, after: int = 0, warnings: list[str] | None = None, *sinks: Any) -> LoggedValues:
+    files = RunFiles(folder, after, print if warnings is None else warnings.append)
+    return LoggedValues(files, SinkCalls(sinks, print), 0.0)
 
 
 @pytest.mark.covers("J7")
@@ -55,7 +55,7 @@ class Killed:
 def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_path: Path) -> None:
     sink = Killed(tmp_path / "one")
     (tmp_path / "one").mkdir()
-    values = LoggedValues(RunFiles(tmp_path / "one", 0, print), SinkCalls([sink], print), 0.0)
+    values = opened(tmp_path / "one", 0, None, sink)
     for step in range(1, LAST + 1):
         values.add(1, step, {"score": float(step)})
         values.end_line()
@@ -66,7 +66,7 @@ def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_p
         folder.mkdir()
         (folder / "logged.jsonl").write_text(left)
         again = Killed(folder)
-        resumed = LoggedValues(RunFiles(folder, int(score), print), SinkCalls([again], print), 0.0)
+        resumed = opened(folder, int(score), None, again)
         resumed.add(1, int(score), {"score": score})
         resumed.close()
         assert again.got == []

@@ -106,13 +106,8 @@ def test_ranks_that_no_notebook_launched_have_no_cell(on_ranks: OnRanks) -> None
 
 
 def test_what_a_rank_shows_reaches_the_cell_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[str, bool]] = []
-
-    class Cell:
-        def show(self, html: str, text: str, *, last: bool) -> None:
-            shown.append((html, last))
-
-    monkeypatch.setattr(cells, "NotebookCell", Cell)
+    cell = Shown()
+    monkeypatch.setattr(cells, "NotebookCell", lambda: cell)
     receiving, sending = cells.cell_sockets()
     with receiving, sending:
         rank, launched = LaunchedCell(sending.fileno()), LaunchedCells(shows=True)
@@ -131,7 +126,7 @@ def test_what_a_rank_shows_reaches_the_cell_of_its_launcher(monkeypatch: pytest.
         quiet = LaunchedCells(shows=False)
         quiet.take(receiving)
         quiet.end()
-    assert shown == [
+    assert [(html, last) for html, _, last in cell.shown] == [
         *(("<p>first</p>", False), ("<p>?</p>", True), ("<p>lost</p>", False)),
         ("<p>lost</p><div><small>The ranks ended here.</small></div>", True),
     ]

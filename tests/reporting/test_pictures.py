@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 from pathlib import Path
@@ -23,7 +22,7 @@ from ddp_loop.plots import Panel
 from ddp_loop.reporting import PictureStyle, export, exports
 from ddp_loop.reporting.reporter import results_in
 from tests.support.harness import OnRanks
-from tests.support.runs import lines_of
+from tests.support.runs import lines_of, status_of
 from tests.support.serving import row, write_lines, write_run
 
 FILES = ["loss.png", "loss.svg", "metrics.png", "metrics.svg"]
@@ -186,7 +185,7 @@ def test_a_picture_that_fails_is_said_and_the_run_is_done(
     monkeypatch.setattr(plots, "curves", fail)
     train(str(tmp_path / "scripts" / ".."), True)
     assert f"{tmp_path} was not drawn. OSError('the disk is full')" in capsys.readouterr().out
-    assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
+    assert status_of(tmp_path)["status"] == "done"
 
 
 def drawn_run(folder: Path, rows: int, *logged: dict[str, Any]) -> Path:

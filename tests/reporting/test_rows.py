@@ -6,6 +6,7 @@ import json
 import math
 import time
 from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,14 +202,14 @@ class KeptPoints(PointSink):
         self.points += points
 
 
-def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: int) -> tuple[str, dict[str, Any]]:
+def make_unlike_steps(run: str, weighted: tuple[int, ...], every: int) -> tuple[str, dict[str, Any]]:
     """Steps of which some have a second pass and some a metric; returns what is printed, and what a service gets.
 
     Args:
         weighted: the passes with weights of their own.
         every: of so many steps one has a second pass.
     """
-    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
+    with redirect_stdout(StringIO()) as said, dl.join_world() as world:
         model = nn.Linear(1, 1).double()
         sink = KeptPoints(1e9)
         data = torch.ones(22, 1, dtype=torch.float64)  # the last of 8 steps has one sample, so one rank has none
@@ -225,8 +226,7 @@ def make_unlike_steps(run: str, capture: str, weighted: tuple[int, ...], every: 
                     step.backward(loss, weight=weight, **metrics)
                 step.fold()
         sink.flush()
-        file.seek(0)
-        return file.read(), dict(sink.points[-1].values) if sink.points else {}
+        return said.getvalue(), dict(sink.points[-1].values) if sink.points else {}
 
 
 def means_of_unlike_steps(weighted: tuple[int, ...], every: int, first: int = 1) -> dict[str, float]:
@@ -252,7 +252,7 @@ def test_an_epochs_mean_is_over_the_steps_that_have_the_value_by_the_weights_of_
     weighted: tuple[int, ...], every: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    (printed, sent), other = on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, every)
+    (printed, sent), other = on_ranks(2, make_unlike_steps, str(run), weighted, every)
     assert other == ("", {})
     head, line = [one for one in printed.splitlines() if not one.startswith("ddp_loop: ")]
     assert head == "2 ranks on cpu, sums over shared memory"
@@ -273,9 +273,9 @@ def test_an_epochs_mean_is_over_the_steps_that_have_the_value_by_the_weights_of_
         assert "weight" not in reader.missing()
 
 
-def add_up(run: str, capture: str, steps: int) -> str:
+def add_up(run: str, steps: int) -> str:
     """Go on with an epoch of mini-batches of 4, 4 and 2 samples, of sums and means; returns what was printed last."""
-    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
+    with redirect_stdout(StringIO()) as said, dl.join_world() as world:
         model = nn.Linear(1, 1).double()
         data = torch.ones(10, 1, dtype=torch.float64)
         for step in dl.Loop(dl.Batches(data, 4, world), steps=steps, state={"model": model}, run_dir=run):
@@ -286,15 +286,14 @@ def add_up(run: str, capture: str, steps: int) -> str:
             for inputs in step:
                 step.backward(0 * model(inputs).sum() + 3, twice=dl.Sum(torch.tensor(2.0 * len(inputs))))
             step.fold()
-        file.seek(0)
-        return file.read().strip().split("\n")[-1]
+        return said.getvalue().strip().split("\n")[-1]
 
 
 @pytest.mark.covers("D11", "E2")
 def test_over_an_epoch_sums_add_up_in_the_line_in_runs_and_in_a_sweep(on_ranks: OnRanks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     # It resumes inside of the epoch, and then without a step left.
-    _, said, _ = [on_ranks(2, add_up, str(run), str(tmp_path / "said"), steps)[0] for steps in (1, 3, 3)]
+    _, said, _ = [on_ranks(2, add_up, str(run), steps)[0] for steps in (1, 3, 3)]
     assert said == "Epoch: 1, Loss: 10.0000, Seen: 10.0000, Size: 3.6000, Loss_2: 3.0000, Twice: 20.0000"
     totals = {"loss": 10.0, "seen": 10.0, "size": 3.6, "loss_2": 3.0, "twice": 20.0}
     means = {"loss": 3.6, "seen": 3.6, "size": 3.6, "loss_2": 3.0, "twice": 7.2}  # of an older version's sums
@@ -312,7 +311,7 @@ def test_over_an_epoch_sums_add_up_in_the_line_in_runs_and_in_a_sweep(on_ranks: 
 def test_a_passs_weight_is_in_its_row_if_this_pass_or_an_earlier_one_has_one(on_ranks: OnRanks, tmp_path: Path) -> None:
     for weighted in ((), (1,), (2,)):
         run = tmp_path / f"run {weighted}"
-        on_ranks(2, make_unlike_steps, str(run), str(tmp_path / "said"), weighted, 4)
+        on_ranks(2, make_unlike_steps, str(run), weighted, 4)
         found = {row["iteration"]: row["loss_2_weight"] for row in lines_of(run / ROWS) if "loss_2_weight" in row}
         assert found == ({4: 3.0, 8: 1.0} if weighted else {})  # of kind 1
 

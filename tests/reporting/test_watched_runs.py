@@ -26,7 +26,7 @@ from ddp_loop.sinks import csv_sink, read_csv
 from tests.support.harness import OnRanks
 from tests.support.paths import ROOT
 from tests.support.refusals import network
-from tests.support.runs import lines_of
+from tests.support.runs import lines_of, status_of
 from tests.support.training import train as plain_training
 from tests.support.training import train_in
 
@@ -98,7 +98,7 @@ def fail_in_a_receiver(folder: str) -> list[int]:
 
 def test_a_receiver_that_raises_keeps_no_row_from_the_file(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(1, fail_in_a_receiver, str(tmp_path))[0][:2] == [1, 2]
-    told = json.loads((tmp_path / "status.json").read_text())
+    told = status_of(tmp_path)
     assert told["status"] == "failed"
     rows = [row["iteration"] for row in lines_of(tmp_path / "rows.jsonl")]
     # It may be raised while a step waits for its sums, which has no row then.

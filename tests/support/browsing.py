@@ -72,8 +72,15 @@ class Visit:
         """The texts of all elements of a place, also of those that are not seen."""
         return self.page.locator(place).all_text_contents()
 
+    def button(self, name: str, *, exact: bool = True) -> Locator:
+        return self.page.get_by_role("button", name=name, exact=exact)
+
     def press(self, button: str) -> None:
-        self.page.get_by_role("button", name=button, exact=True).click()
+        self.button(button).click()
+
+    def key(self, name: str) -> None:
+        """Press a key of the keyboard."""
+        self.page.keyboard.press(name)
 
     def fill(self, label: str, text: str) -> None:
         self.page.get_by_label(label, exact=True).fill(text)
@@ -93,6 +100,10 @@ class Visit:
         self.page.mouse.down()
         self.point_at(metric, end)
         self.page.mouse.up()
+
+    def visible(self, place: str) -> int:
+        """How many elements of a place are seen."""
+        return self.at(place).filter(visible=True).count()
 
     def listed(self) -> list[str]:
         """The names of the runs in the list, in their order, also of those that are scrolled out of sight."""

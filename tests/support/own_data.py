@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from tests.support.refusals import network
 
 
 class Own:
@@ -36,6 +37,10 @@ def rows_of(numbers: list[int]) -> torch.Tensor:
 
 def own_stream(world: dl.World, counts: list[int]) -> Own:
     return Own(sum(counts[: world.rank]), counts[world.rank])
+
+
+def network_after_a_norm() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
 
 
 def of_rows(model: nn.Module, data: Any) -> torch.Tensor:

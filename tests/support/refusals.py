@@ -110,6 +110,14 @@ def network() -> nn.Sequential:
     return model
 
 
+def network_by_columns() -> nn.Sequential:
+    """With a weight in another memory format, as by channels_last."""
+    model = network()
+    weight = next(model.parameters())
+    weight.data = weight.detach().t().contiguous().t()
+    return model
+
+
 def samples(count: int) -> torch.Tensor:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 

@@ -7,12 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import STATUS
+import httpx
+
+from ddp_loop.checkpoint import STATUS, RunFolder
 from ddp_loop.checkpoint.atomic_files import write_atomic
 from ddp_loop.checkpoint.run_folder import RUN
 from ddp_loop.monitor.app import TOKEN_HEADER, MonitorApp
@@ -47,6 +49,9 @@ class Served:
     @property
     def headers(self) -> dict[str, str]:
         return {TOKEN_HEADER: TOKEN}
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.base, headers=self.headers, timeout=WAIT_S)
 
 
 @contextmanager
@@ -102,8 +107,21 @@ def row(iteration: int, **values: Any) -> dict[str, Any]:
     }
 
 
+def logged_line(iteration: int, **values: Any) -> dict[str, Any]:
+    """As of an evaluation or of `loop.log`."""
+    return {"epoch": (iteration - 1) // 100 + 1, "iteration": iteration, "elapsed_s": iteration * 0.01, **values}
+
+
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+@contextmanager
+def running(folder: Path, *, epochs: int = 2) -> Iterator[RunFolder]:
+    """A run of epochs of 100 steps, which this process holds."""
+    with closing(RunFolder(folder, {}, None)) as held:
+        held.write_status("running", epochs=epochs, steps_per_epoch=100, steps=None, iteration=0)
+        yield held
 
 
 def write_run(folder: Path, rows: Iterable[Mapping[str, Any]] | int = 1, **status: Any) -> Path:
