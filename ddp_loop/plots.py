@@ -201,7 +201,8 @@ def curves(
         axes.set_ylabel(_plain(name.replace("_", " ")))
         axes.grid(visible=True, alpha=0.3)
         if len(axes.get_legend_handles_labels()[1]) > 1 or any(runs):
-            axes.legend(fontsize="small", framealpha=0.8, ncols=1 + (len(runs) > _LEGEND_DOWN))
+            ncols = 1 + (len(runs) > _LEGEND_DOWN)
+            axes.legend(loc="best", fontsize="small", framealpha=0.8, ncols=ncols)  # by default it may warn of its time
     axes.set_xlabel("step")
     return _write(figure, path)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import legend
 from matplotlib.colors import to_hex
 from PIL import Image
 from torch import nn
@@ -205,7 +208,11 @@ def texts_of(picture: Path) -> str:
 
 
 @pytest.mark.covers("E6")
-def test_several_runs_are_drawn_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_drawn_over_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine so slow that matplotlib would warn."""
+    monkeypatch.setattr(legend, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 2.0).__next__))
     runs = [drawn_run(tmp_path / name / "run", 30) for name in ("a$x$", "b")]
     command = ["plot", *map(str, runs), "-o", str(tmp_path / "out"), "--title", "Two $runs$", "--smooth", "5", "--log"]
     assert main(command) == 0
