@@ -32,7 +32,7 @@ TASK_S = 300.0  # the longest tasks take seconds; a shared machine may be thirty
 MOMENT_S, LOOK_S = 60.0, 0.02  # how long to wait for what takes a moment, and how often to look
 DESCRIPTORS = "/proc/self/fd"  # links to the open files of this process
 MODULES_TO_FREEZE = 100
-THREAD_END_S = 20.0  # a thread needs a moment to end after the request
+THREAD_END_S = MOMENT_S  # a thread needs a moment to end after the request
 
 # Set by pytest, by torch when it likes, and by scikit-learn when it is first imported.
 VARIABLES_OF_OTHERS = {
