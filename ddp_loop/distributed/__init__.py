@@ -2,7 +2,7 @@
 
 from ddp_loop.distributed.backend import PieceOrder, Work
 from ddp_loop.distributed.cells import Cell, open_cell
-from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
+from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env
 from ddp_loop.distributed.encoding import as_real, assemble_all, columns, decode, encode_all
 from ddp_loop.distributed.failures import PeerFailed, Stopped, aligned, format_error, listed
 from ddp_loop.distributed.join import join_world, leave_open_worlds, sharing_gpus
@@ -37,7 +37,7 @@ from ddp_loop.distributed.signals import WorkerSignals
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.two_levels import SumNode, merges_of, nodes_inside
 from ddp_loop.distributed.values import sendable
-from ddp_loop.distributed.world import World
+from ddp_loop.distributed.world import World, scale_batch_size
 
 __all__ = [
     "IDENTITY",

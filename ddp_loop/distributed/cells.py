@@ -15,6 +15,7 @@ import select
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 CELL = "DDP_LOOP_CELL"
@@ -132,20 +133,16 @@ class LaunchedCells:
             except OSError:  # nothing more is there
                 break
             if self.shows:
-                self._newest[word["key"]] = word["html"], word["text"]
-                self._show(word["key"], last=word["last"])
+                self._show(**word)
 
     def end(self) -> None:
         """State below what shows no last view that the ranks have ended."""
         for key, (html, text) in list(self._newest.items()):
-            self._newest[key] = html + _CUT, text
-            self._show(key, last=True)
+            self._show(key, html + _CUT, text, last=True)
 
-    def _show(self, key: str, *, last: bool) -> None:
-        html, text = self._newest[key]
+    def _show(self, key: str, html: str, text: str, *, last: bool) -> None:
+        self._newest[key] = html, text
         if last:
             del self._newest[key]
-        try:
+        with suppress(OSError):  # the notebook is gone; the ranks' results count
             self._cells.setdefault(key, NotebookCell()).show(html, text, last=last)
-        except OSError:  # the notebook is gone; the ranks' results count
-            return

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed.backend import LOOK_S, STEP, Backend, FlatSum, Parted, PieceOrder, Work
+from ddp_loop.distributed.backend import LOOK_S, STEP, Backend, Parted, Work
 from ddp_loop.distributed.encoding import assign_sum, summable
 from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.store import RankStore
@@ -37,13 +37,9 @@ class Backends:
     device: Backend
     others: Backend
 
-    def of(self, device: torch.device) -> Backend:
-        """The backend for a step's tensors on a device."""
-        return self.host if accelerator_of(device).is_host else self.device
-
     def each(self) -> list[Backend]:
         """All of them, each once."""
-        return list({id(one): one for one in (self.others, self.host, self.device)}.values())
+        return list(dict.fromkeys((self.others, self.host, self.device)))
 
 
 class _Wait:
@@ -108,11 +104,16 @@ class Collectives:
 
     # -- a step's own --------------------------------------------------------------------------------------
 
-    def start(self, operation: Operation, device: torch.device) -> Work | None:
-        """Start one of a step's own operations on tensors of a device; None in a world of one."""
+    def backend_of(self, device: torch.device) -> Backend | None:
+        """The backend for a step's tensors on a device; None in a world of one."""
         if self._backends is None:
             return None
-        backend = self._backends.of(device)
+        return self._backends.host if accelerator_of(device).is_host else self._backends.device
+
+    def start(self, operation: Operation, device: torch.device) -> Work | None:
+        """Start one of a step's own operations on tensors of a device; None in a world of one."""
+        if (backend := self.backend_of(device)) is None:
+            return None
         with _Wait(self, STEP):
             work = operation(backend)
         if work is not None:
@@ -131,10 +132,6 @@ class Collectives:
         with _Wait(self, STEP):
             backend.wait(work)
         self.under_way.pop(work, None)
-
-    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
-        """The sum of a flat tensor, by its backend; None in a world of one."""
-        return None if self._backends is None else self._backends.of(device).flat_sum(order, length, dtype, device)
 
     def is_in_vain(self) -> bool:
         """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""
@@ -187,17 +184,15 @@ class Collectives:
             raise Parted(dict(enumerate(places)))
         return [one for _, one in told]
 
-    def _collect(self, tensor: torch.Tensor, operation: Operation, waits: str) -> None:
+    def _collect(self, tensor: torch.Tensor, operation: Callable[[Backend], Work], waits: str) -> None:
         if self._backends is None:
             return
-        if not accelerator_of(tensor.device).is_host:  # its backend may have a faster way between GPUs
-            work = self.start(operation, tensor.device)
-            if work is not None:
-                self.finish(work)
-            return
-        with _Wait(self, waits):
-            if (work := operation(self._backends.others)) is not None:
-                self._backends.others.wait(work)
+        if accelerator_of(tensor.device).is_host:
+            others = self._backends.others
+            with _Wait(self, waits):
+                others.wait(operation(others))
+        elif (work := self.start(operation, tensor.device)) is not None:  # perhaps a faster way between GPUs
+            self.finish(work)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
         """Add `tensor` up over all ranks, in place."""

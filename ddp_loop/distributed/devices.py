@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -179,26 +178,3 @@ def describe_devices() -> str:
     ranks = len(gpus) or 2
     why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
     return "\n".join([*lines, f"ddp_loop run --ranks {ranks} train.py   # {why}"])
-
-
-class HasRanks(Protocol):
-    """The number of ranks, and the device of this one."""
-
-    size: int
-    device: torch.device
-
-
-def scale_batch_size(batch_size: int, world: HasRanks) -> int:
-    """The mini-batch for all ranks from one rank's: times the number of ranks on GPUs, unchanged on CPUs.
-
-    128 on 2 GPUs is 256 and 64 on 4 is 256: each GPU stays as full as one alone. On CPUs the ranks share the
-    machine's cores, so the mini-batch that suits one process suits all together.
-
-    Args:
-        batch_size: of one rank, in samples.
-        world: from `join_world`.
-
-    Returns:
-        The number of samples in a mini-batch over all ranks.
-    """
-    return batch_size if accelerator_of(world.device).is_host else batch_size * world.size

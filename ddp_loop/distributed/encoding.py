@@ -79,11 +79,8 @@ def assign_sum(tensor: torch.Tensor, total: torch.Tensor) -> None:
 @lru_cache(maxsize=64)
 def _chunk(dtype: torch.dtype, column: torch.dtype) -> torch.dtype | None:
     """The integer dtype into which a real dtype is cut for columns of dtype `column`; None if they hold it whole."""
-    if dtype.is_floating_point:
-        fits = dtype.itemsize <= column.itemsize
-    else:
-        fits = dtype.itemsize * 2 <= column.itemsize
-    if fits:
+    needed = dtype.itemsize if dtype.is_floating_point else 2 * dtype.itemsize
+    if needed <= column.itemsize:
         return None
     return torch.int16 if column.itemsize == 4 else torch.int32
 
@@ -91,9 +88,7 @@ def _chunk(dtype: torch.dtype, column: torch.dtype) -> torch.dtype | None:
 def columns(tensor: torch.Tensor, column: torch.dtype) -> int:
     """The number of columns that a tensor takes."""
     real = tensor.dtype.to_real()
-    chunk = _chunk(real, column)
-    reals = 2 if tensor.is_complex() else 1
-    return tensor.numel() * reals * (1 if chunk is None else real.itemsize // chunk.itemsize)
+    return tensor.nbytes // (_chunk(real, column) or real).itemsize
 
 
 def encode_all(tensors: Sequence[torch.Tensor], column: torch.dtype) -> torch.Tensor:
@@ -117,21 +112,13 @@ def decode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rows if real.is_floating_point else rows.to(torch.int64)
 
 
-def assemble(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A row of `decode`, (elements,), as a tensor of the dtype and shape of `like`."""
-    if like.is_complex():
-        pairs = values.to(like.dtype.to_real()).reshape(*like.shape, 2)
-        # torch cannot view pairs as complex numbers where they begin at an odd place, as in a row of odd length.
-        return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
-    if like.dtype is torch.uint64:
-        return values.view(torch.uint64).reshape(like.shape)
-    return values.to(like.dtype).reshape(like.shape)
-
-
 def assemble_all(values: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A row of `decode`, (elements,), as tensors of one dtype, of the shapes of `like`."""
     real = like[0].dtype.to_real()
-    if real is not torch.uint64:
-        values = values.to(real)
-    parts = values.split_with_sizes([one.numel() * (2 if one.is_complex() else 1) for one in like])
-    return list(map(assemble, parts, like))
+    values = values.view(real) if real is torch.uint64 else values.to(real)
+    if like[0].is_complex():
+        pairs = values.view(-1, 2)
+        # torch cannot view pairs as complex numbers where they begin at an odd place, as in a row of odd length.
+        values = torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
+    parts = values.split_with_sizes([one.numel() for one in like])
+    return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]

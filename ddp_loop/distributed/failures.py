@@ -249,18 +249,18 @@ def find_culprit(
         )
     kinds = [one.where.waits for _, one in sorted(here.items())]
     counts = Counter(kinds)
-    if len(counts) > 1 and len(set(counts.values())) == 1:
+    if len(counts) == 1:
+        return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines."
+    if len(set(counts.values())) == 1:
         places = ", ".join(f"{names[rank]} waits in {one.where.waits}{one.where}" for rank, one in sorted(here.items()))
         return None, (
             f"Every rank must make the same collectives in the same order, but {places}. Base decisions on folded "
             "values alone, and call evaluate, and whatever else is for every rank, on all of them."
         )
     odd = min(range(len(names)), key=lambda rank: (counts[kinds[rank]], -rank))
-    if len(counts) > 1:
-        other = next(kind for kind in kinds if kind != kinds[odd])
-        return odd, (
-            f"{capital(names[odd])} waits in {kinds[odd]}{here[odd].where}, others in {other}, and every rank must "
-            "make the same collectives in the same order. Base decisions on folded values alone, and call evaluate, "
-            "and whatever else is for every rank, on all of them."
-        )
-    return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines."
+    other = next(kind for kind in kinds if kind != kinds[odd])
+    return odd, (
+        f"{capital(names[odd])} waits in {kinds[odd]}{here[odd].where}, others in {other}, and every rank must "
+        "make the same collectives in the same order. Base decisions on folded values alone, and call evaluate, "
+        "and whatever else is for every rank, on all of them."
+    )

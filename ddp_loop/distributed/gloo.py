@@ -75,13 +75,8 @@ class GlooBackend(TorchBackend):
 
 def open_sockets() -> dict[int, str]:
     """This process's sockets now: the kernel's name of each, by file descriptor."""
-    found: dict[int, str] = {}
-    if _DESCRIPTORS.is_dir():
-        for entry in os.listdir(_DESCRIPTORS):
-            name = _name(int(entry))
-            if name.startswith("socket:"):
-                found[int(entry)] = name
-    return found
+    numbers = map(int, os.listdir(_DESCRIPTORS) if _DESCRIPTORS.is_dir() else ())
+    return {number: name for number in numbers if (name := _name(number)).startswith("socket:")}
 
 
 def has_closed_one(sockets: dict[int, str]) -> bool:
@@ -115,12 +110,9 @@ def accepted(sockets: dict[int, str]) -> dict[int, str]:
     gloo closes its connections one by one, each when its thread polls next, every 10 ms. A shutdown of one end wakes
     the threads of both.
     """
-    ports = {_port(one) for _, one in _opened(sockets) if _listens(one)}
-    return {
-        number: sockets[number]
-        for number, one in _opened(sockets)
-        if not _listens(one) and _port(one) in ports - {None}
-    }
+    opened = [(number, _port(one), _listens(one)) for number, one in _opened(sockets)]
+    ports = {port for _, port, listens in opened if listens and port is not None}
+    return {number: sockets[number] for number, port, listens in opened if not listens and port in ports}
 
 
 def _opened(sockets: dict[int, str]) -> Iterator[tuple[int, socket.socket]]:

@@ -33,7 +33,7 @@ _UID = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 TEXT_BYTES = 4096
 _NO_ROOM = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))  # for a message now
 
-_FORM = struct.Struct("<BBHIQQQQIQq")
+_FORM = struct.Struct("<BHIQQQIQq")
 
 
 class Header(NamedTuple):
@@ -41,11 +41,9 @@ class Header(NamedTuple):
 
     Attributes:
         stage: which meeting of an operation it is, or another of the message's purposes.
-        kind: of the operation.
         segments: how many file descriptors come with it.
-        digest: of what must be the same on all ranks, such as the layout of a sum.
+        digest: of what must be the same on all ranks, such as the length and the layout of a sum.
         sequence: of the operation, the same on every rank.
-        length: of its values, in bytes.
         offset: of this rank's values in its arena, in bytes.
         done: the last operation that its sender completed, with all before it.
         at, step: where its sender is: the number of its stage, and its iteration.
@@ -53,11 +51,9 @@ class Header(NamedTuple):
     """
 
     stage: int
-    kind: int = 0
     segments: int = 0
     digest: int = 0
     sequence: int = 0
-    length: int = 0
     offset: int = 0
     done: int = 0
     at: int = 0
@@ -252,7 +248,7 @@ class LocalPeers:
         except OSError:
             size = 0
             attached = []
-        descriptors = [number for level, kind, data in attached for number in _descriptors(level, kind, data)]
+        descriptors = [number for _, _, data in attached for number in memoryview(data).cast("i")]
         if size < _FORM.size:
             for number in descriptors:
                 os.close(number)
@@ -278,10 +274,3 @@ class LocalPeers:
 
 
 os.register_at_fork(after_in_child=LocalPeers.close_in_child)
-
-
-def _descriptors(level: int, kind: int, data: bytes) -> list[int]:
-    if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-        return []
-    count = len(data) // 4
-    return list(struct.unpack(f"{count}i", data[: count * 4]))

@@ -223,9 +223,8 @@ def _told_by_all(store: dist.Store, what: str, place: RankEnv, own: str, timeout
 
 
 def _refuse(whys: list[str]) -> None:
-    for why in whys:
-        if why:
-            raise NoSharedMemory(why)
+    for why in filter(None, whys):
+        raise NoSharedMemory(why)
 
 
 def _connected(

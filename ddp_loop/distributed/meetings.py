@@ -31,7 +31,6 @@ from ddp_loop.distributed.local_sockets import TEXT_BYTES, Header, LocalPeers
 from ddp_loop.distributed.shared_memory import Segment, aligned
 
 ARRIVED, MAPPED, REDUCED, COPIED, _DONE, _ASK, _PLACE = range(7)  # stages, and other messages
-NOTHING, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds; the first one is a barrier
 ARENA_BYTES = 2 * 2**20
 PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operation
 _PLACE_S = 1.0  # for the places of ranks that have come to the operation, or to another one
@@ -44,8 +43,8 @@ Then = Callable[["Meeting"], None]
 
 
 @lru_cache(maxsize=1024)
-def _digest(what: str, dtype: torch.dtype | None, layout: object) -> int:
-    return zlib.crc32(f"{what} {dtype} {layout}".encode(errors="replace"))
+def _digest(what: str, length: int, layout: object) -> int:
+    return zlib.crc32(f"{what} {length} {layout}".encode(errors="replace"))
 
 
 @dataclass(eq=False, slots=True)
@@ -153,10 +152,8 @@ class Meetings:
 
     def meet(
         self,
-        kind: int,
-        length: int,
         what: str,
-        dtype: torch.dtype | None = None,
+        length: int = 0,
         values: Sequence[torch.Tensor] = (),
         *,
         layout: object = None,
@@ -168,24 +165,22 @@ class Meetings:
         """Start an operation: copy values into the arena, and send a header to all ranks. Every rank must call this.
 
         Args:
-            kind, length, what, dtype, layout: the same on every rank; otherwise all raise.
+            what, length, layout: the same on every rank; otherwise all raise. `length` is in bytes.
             values: (K,) each, of at most PART_BYTES together.
             number: for the others.
             descriptors: files for the others; `attached` returns them there.
             then: what remains to be done once the headers of all ranks have come.
             reads: whether it reads values from arenas.
         """
-        offset = self._put(values) if values else 0
+        offset = self._put(values)
         completed = self._completed
         self._sequence += 1
         where = self._where()
         header = Header(
             ARRIVED,
-            kind,
             segments=len(descriptors),
-            digest=_digest(what, dtype, layout),
+            digest=_digest(what, length, layout),
             sequence=self._sequence,
-            length=length,
             offset=offset,
             done=completed,
             at=STAGE_NUMBERS.get(where.stage, 0),
@@ -290,10 +285,8 @@ class Meetings:
 
     def _check(self, work: Meeting, headers: dict[int, Header]) -> None:
         """Raise where another rank makes another operation. See [Note: Parting]."""
-        own = work.header
-        for header in headers.values():
-            if (header.kind, header.length, header.digest) != (own.kind, own.length, own.digest):
-                self._part(f"{work.what}{self._where()}", headers.keys())
+        if any(header.digest != work.header.digest for header in headers.values()):
+            self._part(f"{work.what}{self._where()}", headers.keys())
 
     def _part(self, own: str, met: Collection[int]) -> None:
         text = own.encode(errors="replace")[:TEXT_BYTES]

@@ -22,19 +22,8 @@ from contextlib import suppress
 import torch
 
 from ddp_loop.distributed.backend import STEP, PieceOrder, Work
-from ddp_loop.distributed.meetings import (
-    BROADCAST,
-    COPIED,
-    FLAT,
-    GATHER,
-    MAPPED,
-    PART_BYTES,
-    REDUCED,
-    SUM,
-    Meeting,
-    Meetings,
-)
-from ddp_loop.distributed.piece_sums import add_pieces
+from ddp_loop.distributed.meetings import COPIED, MAPPED, PART_BYTES, REDUCED, Meeting, Meetings
+from ddp_loop.distributed.piece_sums import add_pieces, in_order
 from ddp_loop.distributed.shared_memory import Segment, aligned
 
 SMALL_BYTES = 256 * 2**10  # of a row: up to here one meeting is faster than two
@@ -52,7 +41,7 @@ class MemoryBackend(Meetings):
         def add(values: list[torch.Tensor], part: slice) -> None:
             add_pieces(values, one_by_one, (), flat[part])
 
-        return self._start(SUM, flat, what, add)
+        return self._start(flat, what, add)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Meeting:
         rows = whole.view(self.size, -1)
@@ -60,7 +49,7 @@ class MemoryBackend(Meetings):
         def fill(values: list[torch.Tensor], part: slice) -> None:
             torch.stack(values, out=rows[:, part])
 
-        return self._start(GATHER, part, what, fill)
+        return self._start(part, what, fill)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Meeting:
         flat = tensor.view(-1)
@@ -69,7 +58,7 @@ class MemoryBackend(Meetings):
             if self.rank != 0:
                 flat[part].copy_(values[0])
 
-        return self._start(BROADCAST, flat, what, take, sends=self.rank == 0)
+        return self._start(flat, what, take, sends=self.rank == 0)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> MemoryFlatSum:
         return MemoryFlatSum(self, order, length, dtype)
@@ -81,13 +70,7 @@ class MemoryBackend(Meetings):
         return None if last is None else self.again(last, COPIED)
 
     def _start(
-        self,
-        kind: int,
-        own: torch.Tensor,
-        what: str,
-        use: Callable[[list[torch.Tensor], slice], None],
-        *,
-        sends: bool = True,
+        self, own: torch.Tensor, what: str, use: Callable[[list[torch.Tensor], slice], None], *, sends: bool = True
     ) -> Meeting:
         """Start an operation on all elements of `own`, (K,), in parts where they do not fit into the arena at once.
 
@@ -100,7 +83,8 @@ class MemoryBackend(Meetings):
             def read(meeting: Meeting) -> None:
                 use([self.values_of(meeting, rank, sent.dtype, len(sent)) for rank in range(self.size)], part)
 
-            return self.meet(kind, sent.nbytes, what, own.dtype, [sent] if sends else [], then=read, reads=True)
+            values = [sent] if sends else []
+            return self.meet(what, sent.nbytes, values, layout=own.dtype, then=read, reads=True)
 
         if own.nbytes <= PART_BYTES:
             return start(slice(None))
@@ -116,7 +100,7 @@ class MemoryBackend(Meetings):
                 self.finish(under_way[0])
                 under_way.clear()
 
-        return self.meet(kind, own.nbytes, what, own.dtype, then=run_parts)
+        return self.meet(what, own.nbytes, layout=own.dtype, then=run_parts)
 
     def wait(self, work: Work) -> None:
         if isinstance(work, Meeting):
@@ -142,9 +126,10 @@ class MemoryFlatSum:
         self._meetings = meetings
         self._order = order
         self._dtype = dtype
+        self._count = length
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
-        self._real, self._count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
-        self._size = self._count * self._real.itemsize
+        self._layout = dtype, order.pieces
+        self._size = length * dtype.itemsize
         self._is_small = self._size <= SMALL_BYTES and self._size * max(self._rows) <= PART_BYTES
         self._own: dict[int, tuple[int, Segment]] = {}  # this rank's, by address: number and memory of a segment
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # by rank and number of its segment: (rows, count)
@@ -160,7 +145,7 @@ class MemoryFlatSum:
                 self._own[segment.bytes.data_ptr()] = number, segment
                 self._mapped[rank, number] = self._rows_in(segment, self._rows[rank])
                 return segment.bytes[: self._size].view(self._dtype)
-        return torch.empty(self._count, dtype=self._real, device="cpu").view(self._dtype)
+        return torch.empty(self._count, dtype=self._dtype, device="cpu")
 
     def arrive(self, rows: Sequence[torch.Tensor]) -> Meeting:
         self._sent = list(rows)
@@ -174,7 +159,7 @@ class MemoryFlatSum:
             if segment.descriptor >= 0:
                 descriptors = [segment.descriptor]
         self._meeting = self._meetings.meet(
-            FLAT, self._size, STEP, self._real, layout=self._order.pieces, number=number, descriptors=descriptors
+            STEP, self._size, layout=self._layout, number=number, descriptors=descriptors
         )
         if segment is not None:
             segment.close()
@@ -186,14 +171,14 @@ class MemoryFlatSum:
             return None
         rows = self._rows_of_all(meeting)
         if rows is None:
-            step = PART_BYTES // max(self._rows) // self._real.itemsize
+            step = PART_BYTES // max(self._rows) // self._dtype.itemsize
             for first in range(0, self._count, step):
                 self._meetings.finish(self._through_arena(slice(first, first + step)))
             self._meeting = None
             return None
         part = self._slice(self._meetings.rank)
         own = self._sent[0]
-        pieces, others = self._in_order(rows)
+        pieces, others = in_order(rows, self._order)
         if len(pieces) == 2 and not others:
             torch.add(pieces[0][part], pieces[1][part], out=own[part])
         else:
@@ -216,8 +201,8 @@ class MemoryFlatSum:
 
     def _rows_in(self, segment: Segment, rows: int) -> torch.Tensor:
         """The rows of a segment, (rows, count)."""
-        whole = segment.bytes.view(self._real)
-        return whole.as_strided((rows, self._count), (aligned(self._size) // self._real.itemsize, 1))
+        whole = segment.bytes.view(self._dtype)
+        return whole.as_strided((rows, self._count), (aligned(self._size) // self._dtype.itemsize, 1))
 
     def _rows_of_all(self, meeting: Meeting) -> list[torch.Tensor] | None:
         """Each rank's rows, in rank order; None where a rank has no segment, or could not map one."""
@@ -249,19 +234,14 @@ class MemoryFlatSum:
         """The values that a rank adds up."""
         lines = -(-self._size // _SLICE_BYTES)
         size = self._meetings.size
-        each = _SLICE_BYTES // self._real.itemsize
-        return slice(min(rank * lines // size * each, self._count), min((rank + 1) * lines // size * each, self._count))
-
-    def _in_order(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The pieces of all ranks, and the rows of ranks without any, (count,) each."""
-        pieces = [piece for one, count in zip(rows, self._order.pieces, strict=True) for piece in one[:count]]
-        others = [one[0] for one, count in zip(rows, self._order.pieces, strict=True) if not count]
-        return (pieces, others) if pieces else (others[:1], others[1:])
+        each = _SLICE_BYTES // self._dtype.itemsize
+        first, end = (min(one * lines // size * each, self._count) for one in (rank, rank + 1))
+        return slice(first, end)
 
     def _add_in_blocks(
         self, pieces: list[torch.Tensor], others: list[torch.Tensor], own: torch.Tensor, part: slice
     ) -> None:
-        step = _BLOCK_BYTES // self._real.itemsize
+        step = _BLOCK_BYTES // self._dtype.itemsize
         total = own.new_empty(min(step, part.stop - part.start))
         for start in range(part.start, part.stop, step):
             block = slice(start, min(start + step, part.stop))
@@ -278,12 +258,11 @@ class MemoryFlatSum:
 
         def add(meeting: Meeting) -> None:
             rows = [
-                self._meetings.values_of(meeting, rank, self._real, rows * count).view(rows, count)
+                self._meetings.values_of(meeting, rank, self._dtype, rows * count).view(rows, count)
                 for rank, rows in enumerate(self._rows)
             ]
-            pieces, others = self._in_order(rows)
+            pieces, others = in_order(rows, self._order)
             add_pieces(pieces, self._order.last_merges, others, own[0])
 
-        size = count * self._real.itemsize
-        layout = self._order.pieces
-        return self._meetings.meet(FLAT, size, STEP, self._real, own, layout=layout, then=add, reads=True)
+        size = count * self._dtype.itemsize
+        return self._meetings.meet(STEP, size, own, layout=self._layout, then=add, reads=True)

@@ -27,6 +27,13 @@ def padded(length: int, order: PieceOrder) -> int:
     return length if order.is_any else -(-length // ranks) * ranks
 
 
+def in_order(rows: Sequence[torch.Tensor], order: PieceOrder) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The pieces of all ranks, and the rows of ranks without any, from each rank's rows, (count, K)."""
+    pieces = [piece for one, count in zip(rows, order.pieces, strict=True) for piece in one[:count]]
+    others = [one[0] for one, count in zip(rows, order.pieces, strict=True) if not count]
+    return (pieces, others) if pieces else (others[:1], others[1:])
+
+
 def merge(sums: list[Item | None], times: int, add: Callable[[Item, Item], object]) -> list[Item]:
     """Add the last of `sums` into the one before it, `times` times; None stands for an empty shard.
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.replicas import each_module, find_modules, find_parameters
 from ddp_loop.distributed.world import World
 
+Value = TypeVar("Value")
 _MOST_NAMES = 3
 _FIRST = (1, 10)  # the steps of this process after which a loop always compares
 _WHAT = "a comparison of replicas"
@@ -135,13 +135,18 @@ def describe_difference(rows: Iterable[Iterable[int]], names: Sequence[str]) -> 
 
 def _sides(values: Sequence[object]) -> str:
     """The ranks that differ from the majority; without a majority, the groups of equal ranks."""
-    usual, times = Counter(values).most_common(1)[0]
-    if times > len(values) / 2:
-        few = [rank for rank, value in enumerate(values) if value != usual]
+    groups = _ranks_by(values).values()
+    most = max(groups, key=len)
+    if len(most) > len(values) / 2:
+        few = [rank for rank in range(len(values)) if rank not in most]
         verb = "differs" if len(few) == 1 else "differ"
         return f"{ranks_in_words(few)} of {len(values)} {verb} from the others"
-    groups = [[rank for rank, value in enumerate(values) if value == one] for one in dict.fromkeys(values)]
     return f"{' and '.join(map(ranks_in_words, groups))} of {len(values)} differ from each other"
+
+
+def _ranks_by(values: Sequence[Value]) -> dict[Value, list[int]]:
+    """The ranks that have each value."""
+    return {one: [rank for rank, value in enumerate(values) if value == one] for one in dict.fromkeys(values)}
 
 
 def ranks_in_words(ranks: list[int]) -> str:
@@ -348,10 +353,8 @@ def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
     if not differing:
         return None
     values = [one.get(differing[0], "nothing") for one in settings]
-    groups = {value: [rank for rank, one in enumerate(values) if one == value] for value in dict.fromkeys(values)}
-    said = f"{differing[0]} is " + " and ".join(
-        f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups.items()
-    )
+    groups = _ranks_by(values).items()
+    said = f"{differing[0]} is " + " and ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups)
     return said + (f" ({len(differing) - 1} more settings differ)" if len(differing) > 1 else "")
 
 

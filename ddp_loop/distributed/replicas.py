@@ -148,8 +148,7 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str
     for rank, other in enumerate(world.gather(forms, what)):
         if other == forms and list(other) == list(forms):
             continue
-        names = [*forms, *(name for name in other if name not in forms)]
-        differing = [name for name in names if forms.get(name) != other.get(name)]
+        differing = [name for name in dict.fromkeys([*forms, *other]) if forms.get(name) != other.get(name)]
         if not differing:
             at = next(k for k, (own, its) in enumerate(zip(forms, other, strict=True)) if own != its)
             raise ValueError(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed.backend import STEP, PieceOrder, Work
-from ddp_loop.distributed.piece_sums import tree_levels
+from ddp_loop.distributed.piece_sums import in_order, tree_levels
 
 
 class TorchBackend:
@@ -82,9 +82,6 @@ class TorchFlatSum:
         self._dtype = dtype
         self._device = device
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
-        owners = [bool(pieces) for pieces, rows in zip(order.pieces, self._rows, strict=True) for _ in range(rows)]
-        self._pieces = [place for place, has_shards in enumerate(owners) if has_shards]
-        self._others = [place for place, has_shards in enumerate(owners) if not has_shards]  # tails alone
         self._levels = tree_levels(order.last_merges)
         self._keeps_received = accelerator_of(device).is_host
         self._flat: torch.Tensor | None = None
@@ -108,8 +105,7 @@ class TorchFlatSum:
     def reduce(self) -> Work | None:
         if self._received is None or self._flat is None:
             return None
-        rows = self._received.unbind()
-        pieces = list(map(rows.__getitem__, self._pieces))
+        pieces, others = in_order(self._received.split(self._rows), self._order)
         own = self._flat.view(self._backend.size, -1)[self._backend.rank]
         for lefts, rights in self._levels[:-1]:
             torch._foreach_add_([pieces[left] for left in lefts], [pieces[right] for right in rights])
@@ -118,8 +114,8 @@ class TorchFlatSum:
             torch.add(pieces[left], pieces[right], out=own)
         else:
             own.copy_(pieces[0])
-        for other in self._others:
-            own.add_(rows[other])
+        for other in others:  # tails alone
+            own.add_(other)
         self._sent = None
         if not self._keeps_received:
             self._received = None

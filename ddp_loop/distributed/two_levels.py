@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.gloo import GlooBackend
-from ddp_loop.distributed.meetings import NOTHING
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.piece_sums import IDENTITY, additions, padded
 
@@ -149,7 +148,7 @@ class TwoLevelBackend:
         return self._stages(self.local.start_gather(mine, part, what), between, whole, what)
 
     def start_broadcast(self, tensor: torch.Tensor, what: str) -> Stages:
-        first = self.local.meet(NOTHING, 0, what)
+        first = self.local.meet(what)
         return self._stages(first, lambda leaders: leaders.wait(leaders.start_broadcast(tensor, what)), tensor, what)
 
     def _stages(self, first: Work, between: Callable[[GlooBackend], None], result: torch.Tensor, what: str) -> Stages:
@@ -203,31 +202,28 @@ class TwoLevelFlatSum:
 
     def __init__(self, backend: TwoLevelBackend, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._local = backend.local
-        self._dtype = dtype
-        real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
         nodes, parts, between = machine_order(order, backend.machines, backend.rank)
         # A machine without shards sends -0.0, with its ranks' tails.
         nodes = nodes or [PieceOrder((0,) * self._local.size, (), is_any=False)]
         self._parts = parts or [slice(0, 0)]
+        if not any(part.stop > part.start for part in self._parts):
+            self._parts[0] = slice(0, 1)  # of a rank without pieces: its row with the tail
         host = torch.device("cpu")
-        self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]
-        self._has_pieces = any(part.stop > part.start for part in self._parts)
-        self._length = padded(count, between)
+        self._sums = [self._local.flat_sum(node, length, dtype, host) for node in nodes]
+        self._length = padded(length, between)
         self._between: FlatSum | None = None
         if backend.leaders is not None:
             self._leaders = backend.leaders
-            self._between = self._leaders.flat_sum(between, self._length, real, host)
+            self._between = self._leaders.flat_sum(between, self._length, dtype, host)
         self._sent: list[list[torch.Tensor]] = []
         self._own: torch.Tensor  # the row of the sum
 
     def empty(self) -> torch.Tensor:
-        return self._sums[0].empty().view(self._dtype)
+        return self._sums[0].empty()
 
     def arrive(self, rows: Sequence[torch.Tensor]) -> Work:
         self._own = rows[0]
         self._sent = [list(rows[part]) or [torch.full_like(rows[0], IDENTITY)] for part in self._parts]
-        if not self._has_pieces:
-            self._sent[0] = [rows[0]]  # with the tail
         first, *others = [one.arrive(sent) for one, sent in zip(self._sums, self._sent, strict=True)]
 
         def rest() -> None:
@@ -238,9 +234,8 @@ class TwoLevelFlatSum:
 
     def reduce(self) -> None:
         """Do the rest of the sum; the ranks of a machine wait for their leader."""
-        for work in [one.reduce() for one in self._sums]:
-            if work is not None:
-                self._local.finish(work)
+        for work in filter(None, [one.reduce() for one in self._sums]):
+            self._local.finish(work)
         for one in self._sums:
             one.collect()
         if (settling := self._local.start_settling()) is not None:

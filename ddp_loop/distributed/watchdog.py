@@ -215,8 +215,7 @@ class Watchdog:
             self._ending = _Ending(at, code, message)
 
     def _end_process(self) -> None:
-        code = self._ending.code
-        message = self._ending.message
+        _, code, message = self._ending
         try:
             for child in multiprocessing.active_children():
                 if child.daemon:  # a DataLoader's workers, which a normal exit would end too

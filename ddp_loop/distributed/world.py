@@ -70,6 +70,23 @@ if not _LOGGER.handlers:  # else the script has its own
     _LOGGER.addHandler(_PrintingHandler())
     _LOGGER.propagate = False
 
+
+def scale_batch_size(batch_size: int, world: World) -> int:
+    """The mini-batch for all ranks from one rank's: times the number of ranks on GPUs, unchanged on CPUs.
+
+    128 on 2 GPUs is 256 and 64 on 4 is 256: each GPU stays as full as one alone. On CPUs the ranks share the
+    machine's cores, so the mini-batch that suits one process suits all together.
+
+    Args:
+        batch_size: of one rank, in samples.
+        world: from `join_world`.
+
+    Returns:
+        The number of samples in a mini-batch over all ranks.
+    """
+    return batch_size if accelerator_of(world.device).is_host else batch_size * world.size
+
+
 _OUTSIDE = 0, 0, 0  # the place of evaluations before the first step
 
 
@@ -132,8 +149,7 @@ class World:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
             # Through another connection, since a wait blocks the one on which it is made.
-            aside = None if self._groups is None else self._groups.rank_store(aside=True)
-            store = aside or self.store
+            store = self.store if self._groups is None else self._groups.rank_store(aside=True)
             self.stops = Stops(place, store, lambda: self.gather(self.stops.asked, "requests to stop"))
             self._watchdog = Watchdog(store, self.stops, lambda: self.where)
             self._watchdog.start()
@@ -194,9 +210,10 @@ class World:
         Args:
             order: of the ranks' pieces.
             length: `padded`.
-            dtype, device: of the values.
+            dtype, device: of the values, which are real.
         """
-        return self._collectives.flat_sum(order, length, dtype, device)
+        backend = self._collectives.backend_of(device)
+        return None if backend is None else backend.flat_sum(order, length, dtype, device)
 
     def start(self, operation: Operation, device: torch.device) -> Work | None:
         """Start a step's own operation on tensors of a device; `finish` waits. Every rank must call this.

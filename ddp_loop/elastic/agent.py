@@ -61,7 +61,7 @@ class Agent(LocalElasticAgent):
             **more,
         )
         self._ignores_hangups = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._stops_to_restart = self._has_met = self._is_interrupted = self.leaves_others = False
+        self._stops_to_restart = self._has_met = self.leaves_others = False
         self._ranks: RankProcesses | None = None
 
     def exit_code(self) -> int:
@@ -77,7 +77,7 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:  # no rank was started
             return 128 + number
         if self._monitor_workers(self._worker_group).state != WorkerState.SUCCEEDED:
-            is_interrupted = self._is_interrupted or (self._ranks is not None and self._ranks.are_interrupted())
+            is_interrupted = self._ranks is not None and self._ranks.are_interrupted()
             return INTERRUPTED_EXIT if is_interrupted else 1
         if number == signal.SIGINT and not self._has_met:
             self._exit_barrier()
@@ -115,9 +115,8 @@ class Agent(LocalElasticAgent):
             if self._stops_to_restart:  # it is the first: the ranks get it, and time
                 self._stops_to_restart = False
                 raise
-            self._is_interrupted = second.sigval == signal.SIGINT
             if self._ranks is not None:
-                self._ranks.are_ended = self._is_interrupted
+                self._ranks.are_ended = second.sigval == signal.SIGINT
             try:
                 self._close_ranks(second.sigval, _SECOND_S)
             except SignalException:

@@ -47,7 +47,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
         ValueError: an option has no such value, or the script does not exist.
     """
     program = program_name()
-    options = _parse(arguments)
+    options = run_parser().parse_args(arguments)
     _check_script(options)
     asked = options.nproc_per_node
     options.nproc_per_node = _ranks_of(asked)
@@ -146,16 +146,10 @@ def run_parser() -> argparse.ArgumentParser:
     positional.title = "script"
     optional.title = "options of torchrun"
     parser._action_groups = [own, positional, optional]
+    parser.set_defaults(default_port=parser.get_default("master_port"))
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=None)
     return parser
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = run_parser()
-    options: argparse.Namespace = parser.parse_args(list(arguments))
-    options.default_port = parser.get_default("master_port")
-    return options
 
 
 def _check_script(options: argparse.Namespace) -> None:

@@ -107,13 +107,13 @@ def describe(
     head = _of_first(first)
     if width is not None:
         head = "\n".join(_wrap(line, width) for line in head.splitlines())
-    lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
-    others = sorted(one for one in endings if one != first)
+    if is_coloured:
+        head = f"{_RED}{head}{_PLAIN}"
+    others = [one for one in endings if one != first]
     if first.exit_code == INTERRUPTED_EXIT:  # as most of them
         others = [one for one in others if one.exit_code != INTERRUPTED_EXIT]
-    lines += [f"ddp_loop: rank {one.rank} {_of_other(one, first)}" for one in others]
-    lines += [f"ddp_loop: rank {rank} has not ended by itself, and gets SIGTERM" for rank in running]
-    return "\n".join(lines) + "\n"
+    after = [f"rank {rank} has not ended by itself, and gets SIGTERM" for rank in running]
+    return f"{head}\n{describe_rest(others, after, first)}"
 
 
 def describe_interrupt(endings: Sequence[Ending]) -> str:
@@ -124,16 +124,16 @@ def describe_interrupt(endings: Sequence[Ending]) -> str:
     return "ddp_loop: all ranks were ended by a second Ctrl-C\n"
 
 
-def describe_rest(endings: Sequence[Ending], after: Sequence[str]) -> str:
+def describe_rest(endings: Sequence[Ending], after: Sequence[str], first: Ending | None = None) -> str:
     """The lines that follow: how the ranks ended that still ran, and what comes next.
 
     Args:
         endings: of these ranks.
         after: what comes next, or what the user can do.
+        first: the culprit's, if it has just been described.
     """
-    lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings)]
-    lines += [f"ddp_loop: {words}" for words in after]
-    return "".join(f"{line}\n" for line in lines)
+    lines = [f"rank {one.rank} {_of_other(one, first)}" for one in sorted(endings)]
+    return "".join(f"ddp_loop: {line}\n" for line in (*lines, *after))
 
 
 def _of_first(one: Ending) -> str:
@@ -155,7 +155,7 @@ def _wrap(line: str, width: int) -> str:
     return "\n".join(textwrap.wrap(line, max(width, 20), break_long_words=False, break_on_hyphens=False))
 
 
-def _of_other(one: Ending, first: Ending | None = None) -> str:
+def _of_other(one: Ending, first: Ending | None) -> str:
     """What happened to another rank than the culprit.
 
     Args:

@@ -74,8 +74,8 @@ class RankProcesses:
         sys.stderr.write(describe_rest([one for one in self._endings() if one.rank in self._left], after))
 
     def are_interrupted(self) -> bool:
-        """Whether all ended well or by the Ctrl-C that was passed on to them."""
-        return all(process.poll() in _INTERRUPTED for process in self._processes.values())
+        """Whether a second Ctrl-C ends them, or all ended well or by the first one, which was passed on to them."""
+        return self.are_ended or all(process.poll() in _INTERRUPTED for process in self._processes.values())
 
     def _endings(self) -> list[Ending]:
         """How the ranks ended, or are about to end, of which this is known."""

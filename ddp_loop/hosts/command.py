@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,25 +51,26 @@ class HostsOptions:
     timeout_s: float = 60.0
 
 
+@dataclass
 class Ranks:
-    """Words of all ranks through the launcher's store, each waited for up to a limit.
+    """Words of some ranks through the launcher's store, each waited for up to a limit.
 
-    Args:
+    Attributes:
         store: with keys of this check alone.
-        place: of this rank.
+        own: the number of this rank.
+        present: the ranks that are waited for.
     """
 
-    def __init__(self, store: dist.Store, place: RankEnv) -> None:
-        self.store = store
-        self._place = place
-        self.present = list(range(place.size))
+    store: dist.Store
+    own: int
+    present: list[int]
 
     def gather(self, what: str, word: Any, limit_s: float) -> dict[int, Any]:
         """The word of each rank that gave one in time, by rank. Later ones are waited for no more.
 
         All present ranks must call this. Which ones came is what the first of them found, so that all agree.
         """
-        self.store.set(f"{what}/{self._place.rank}", json.dumps(word))
+        self.store.set(f"{what}/{self.own}", json.dumps(word))
         deadline = time.monotonic() + limit_s
         keys = {rank: f"{what}/{rank}" for rank in self.present}
         with suppress(RuntimeError):  # the store is gone with rank 0
@@ -77,7 +79,7 @@ class Ranks:
             came = json.dumps([rank for rank, key in keys.items() if self.store.check([key])])
             self.present = json.loads(self.store.compare_set(f"{what}/came", "", came))
             return {rank: json.loads(self.store.get(f"{what}/{rank}")) for rank in self.present}
-        return {self._place.rank: word}
+        return {self.own: word}
 
 
 def check_hosts(options: HostsOptions, say: Callable[[str], None]) -> bool:
@@ -104,7 +106,7 @@ def check_hosts(options: HostsOptions, say: Callable[[str], None]) -> bool:
                 f"Rank {place.rank} does not reach the launcher's store at {where} ({error}). Check the address, and "
                 "open the port between the hosts."
             ) from None
-    found = find(Ranks(dist.PrefixStore("hosts", store), place), place, options)
+    found = find(Ranks(dist.PrefixStore("hosts", store), place.rank, list(range(place.size))), place, options)
     good, lines = verdict(found, options.bounds)
     if place.rank == min(found.facts):
         for line in (*table(found), "", *lines):
@@ -133,25 +135,21 @@ def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
         problem = next(iter(words.values()))["folder"]
         every = {rank: _read(Facts, word) for rank, word in words.items()}
         found = Findings(place.size, every, problem=problem, timeout_s=options.timeout_s)
-        return _connected(ranks, place, found, shared, token)
+        return _connected(ranks, found, shared, token)
 
 
-def _connected(ranks: Ranks, place: RankEnv, found: Findings, shared: Path | None, token: str) -> Findings:
+def _connected(ranks: Ranks, found: Findings, shared: Path | None, token: str) -> Findings:
     """The findings with what needs connections to the other ranks."""
-    addresses = {rank: one.address for rank, one in found.facts.items() if rank != place.rank and one.address[0]}
+    addresses = {rank: one.address for rank, one in found.facts.items() if rank != ranks.own and one.address[0]}
     connections, why = connect_all(addresses, token)
     try:
         words = ranks.gather("links", {"why": why, "sees": shared is None or _sees(shared)}, _PHASE_S)
         leaders = found.leaders()
         links: dict[int, Link] = {}
-        if place.rank in leaders:
-            leading = Ranks(ranks.store, place)
-            leading.present = leaders
-
-            def meet(number: int) -> None:
-                leading.gather(f"round/{number}", None, _ROUND_S)
-
-            links = measure_rounds(place.rank, leaders, connections, meet)
+        if ranks.own in leaders:
+            leading = replace(ranks, present=leaders)
+            meet = partial(leading.gather, word=None, limit_s=_ROUND_S)
+            links = measure_rounds(ranks.own, leaders, connections, meet)
         rounds = _ROUND_S * (len(leaders) + 1)
         measured = ranks.gather("measured", {other: asdict(link) for other, link in links.items()}, rounds)
         ranks.gather("end", None, _PHASE_S)  # rank 0 may have the store, and must not end while others read

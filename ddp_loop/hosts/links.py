@@ -233,7 +233,7 @@ def rounds_of(ranks: list[int]) -> list[list[tuple[int, int]]]:
 
 
 def measure_rounds(
-    rank: int, ranks: list[int], connections: dict[int, socket.socket], meet: Callable[[int], None]
+    rank: int, ranks: list[int], connections: dict[int, socket.socket], meet: Callable[[str], object]
 ) -> dict[int, Link]:
     """Measure the links from this rank to higher ones, while no other pair uses one of both.
 
@@ -241,7 +241,7 @@ def measure_rounds(
         rank: this one.
         ranks: those between which links are measured, one of each host.
         connections: from this rank.
-        meet: waits until all ranks come to the end of a round, up to a limit.
+        meet: waits until all ranks come to the end of a round, given by its name, up to a limit.
 
     Returns:
         The links by rank. One that ended, or is too slow to be measured, carries 0 bits in a second.
@@ -254,5 +254,5 @@ def measure_rounds(
                     found[other] = measure(connections[other])
                 except (OSError, struct.error):
                     found[other] = Link(0.0, 0.0, 0.0, 0.0)
-        meet(number)
+        meet(f"round/{number}")
     return found

@@ -19,8 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_loop.accelerators import Accelerator
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, FOLD, OPTIMIZER, OTHER = PHASES = (
-    *("data", "forward", "backward", "communication"),
-    *("fold", "optimizer", "other"),
+    "data",
+    "forward",
+    "backward",
+    "communication",
+    "fold",
+    "optimizer",
+    "other",
 )
 _MOST_MARKS = 10_000  # before their times are added up, for which the host waits for a GPU
 _BY_TORCH = (OPTIMIZER, OTHER)  # a Chrome trace has torch's own range for an optimizer's step
@@ -43,16 +48,15 @@ class PhaseClock:
         self.has_unfused = False
         self._marks: list[tuple[str | None, Any]] = []
         self._whole = 0  # the number of marks up to the end of the last whole step
-        self._measures = self._annotates = False
+        self._annotates = False
         self._phase: str | None = None
         self._waiting = FOLD  # the phase in which a wait began
         self._outside = OTHER  # the phase between a step's own parts
         self._range: AbstractContextManager[Any] | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # on optimizers, while it measures
 
     def start(self) -> None:
         """Measure from now on: a step begins."""
-        self._measures = True
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -74,8 +78,7 @@ class PhaseClock:
 
     def stop(self) -> None:
         """Measure no more; the time after the last whole step does not count."""
-        if self._measures:
-            self._measures = False
+        if self._hooks:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
@@ -93,7 +96,7 @@ class PhaseClock:
     def cut(self, phase: str | None) -> None:
         """End a phase and begin the next one; None begins a pause."""
         self._phase = phase
-        if self._measures:
+        if self._hooks:
             self._marks.append((phase, self._accelerator.mark()))
         if self._annotates:
             if self._range is not None:

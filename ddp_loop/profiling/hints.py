@@ -39,11 +39,10 @@ def hints_of(ranks: Sequence[RankTimes], where: Surroundings) -> tuple[str, ...]
 def _each(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hint]:
     late = slowest([vars(one) for one in ranks])
     slow = next((one for one in ranks if one.rank == late), None)
-    cause = None if slow is None else _excess(slow, ranks)[0]
     if slow is not None:
         yield _slow_rank(slow, ranks, where)
     yield from _host_reads(ranks)
-    if cause != DATA:
+    if slow is None or _excess(slow, ranks)[0] != DATA:
         yield from _of_phase(ranks, DATA, "waits for data", f". {_workers(ranks, where)}")
     if slow is None and len(ranks) > 1:
         what = "waits for sums over the ranks that backward does not hide"
@@ -82,7 +81,7 @@ def _excess(slow: RankTimes, ranks: Sequence[RankTimes]) -> tuple[str, float]:
 def _slow_rank(slow: RankTimes, ranks: Sequence[RankTimes], where: Surroundings) -> Hint:
     waits = min(one.wait_s for one in ranks if one is not slow) - slow.wait_s
     share = waits / mean_step(ranks)
-    (phase, others) = _excess(slow, ranks)
+    phase, others = _excess(slow, ranks)
     samples = statistics.median(one.samples for one in ranks if one is not slow)
     if slow.samples > _UNEQUAL * samples:
         remedy = (

@@ -86,7 +86,7 @@ class StepProfile:
                 self._observers.enter_context(self._chrome_trace(self._traces))
         elif self._ended == WARM_UP + asked + TRACED:
             self._observers.close()
-        if self._is_put and not self._is_reported:
+        if self._is_put:
             self._report(patience_s=0.0)
 
     def _see_read(self, file: str, line: int) -> None:
@@ -130,10 +130,8 @@ class StepProfile:
         until = time.monotonic() + patience_s
         words: list[str] = []
         with suppress(RuntimeError):  # the launcher, and its store, have ended
-            words = self._world.store.get_all(keys)
-            while len(words) < len(keys) and time.monotonic() < until:
+            while len(words := self._world.store.get_all(keys)) < len(keys) and time.monotonic() < until:
                 time.sleep(_LOOK_S)
-                words = self._world.store.get_all(keys)
         if len(words) < len(keys) and not patience_s:
             return
         self._is_reported = True

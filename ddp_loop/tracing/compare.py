@@ -50,14 +50,15 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
     alike = all(traces[0].forms[step][1] == traces[1].forms[step][1] for step, _ in found)
     if not alike:
         lines.append("Their mini-batches have different shards, so only values of the whole mini-batch are compared.")
-    first = next((difference for _, difference in found if difference is not None), None)
-    if first is None:
+    parting = [difference for _, difference in found if difference is not None]
+    if not parting:
         return True, [*lines, f"The same bits in all {len(found)} steps that both have."]
+    first = parting[0]
+    last = parting[-1].step
     before = [step for step, _ in found if step < first.step]
     if before:
         lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
     lines.append(describe(first, alike))
-    last = max(step for step, difference in found if difference is not None)
     after = [step for step, _ in found if step > last]
     if after:
         lines.append(f"The same bits again from step {after[0]} on.")
@@ -98,7 +99,7 @@ def _meaning(difference: Difference, same_shards: bool) -> str:
     return MEANING[difference.stage]
 
 
-_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # of real dtypes, and complex ones made of them
 _NARROW = 2e-2
 _FLOOR = 1e-2
 _UNTOUCHED = 16.0  # units in the last place
@@ -255,7 +256,7 @@ def kind_of(name: str) -> str:
 def _tolerance_of(dtype: torch.dtype) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    return _TOLERANCES.get(dtype, _NARROW)
+    return _TOLERANCES.get(dtype.to_real(), _NARROW)
 
 
 def gradient_scale(gradient: torch.Tensor, largest: float) -> float:

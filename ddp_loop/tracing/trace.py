@@ -73,10 +73,8 @@ class Trace:
 
     def of_shards(self, step: int) -> Values:
         """The values of all ranks' shards, by (stage, name), of a trace with values."""
-        kept: Values = {}
-        for rank in range(len(self.steps)):
-            kept.update(load_values(self.folder / f"shards-{rank}-{step}.safetensors"))
-        return kept
+        paths = [self.folder / f"shards-{rank}-{step}.safetensors" for rank in range(len(self.steps))]
+        return {key: value for path in paths for key, value in load_values(path).items()}
 
     def evaluations(self) -> list[dict[str, float]]:
         """The results of `dl.evaluate`, in order, of a trace with values."""

@@ -156,12 +156,10 @@ class Tracer:
     def _has_values(self) -> bool:
         return self._request is not None
 
-    def _keeps(self, stage: str) -> bool:
-        return stage in _OF_WHOLE and self._has_values and self._batches.world.rank == 0
-
     def _record(self, stage: str, name: str, value: Leaf) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
-        if not self._keeps(stage) or isinstance(value, str | bytes | None):
+        is_kept = stage in _OF_WHOLE and self._has_values and self._batches.world.rank == 0
+        if not is_kept or isinstance(value, str | bytes | None):
             return
         if isinstance(value, torch.Tensor):
             here = value.detach()

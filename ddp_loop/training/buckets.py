@@ -119,10 +119,12 @@ class FlatAllReduce:
     ) -> None:
         self._world = world
         self.device = device
-        length = padded(length, order)
-        self._sum = world.flat_sum(order, length, dtype, device)
-        plain = partial(torch.empty, length, dtype=dtype, device=device)
-        self.empty: Callable[[], torch.Tensor] = plain if self._sum is None else self._sum.empty
+        real = dtype.to_real()  # no backend adds complex numbers
+        count = padded(length, order) * dtype.itemsize // real.itemsize
+        self._sum = world.flat_sum(order, count, real, device)
+        plain = partial(torch.empty, count, dtype=real, device=device)
+        empty = plain if self._sum is None else self._sum.empty
+        self.empty: Callable[[], torch.Tensor] = lambda: empty().view(dtype)
         self._work: Work | None = None
         self._is_reduced = False
         self.flat: torch.Tensor | None = None
@@ -136,7 +138,7 @@ class FlatAllReduce:
         """
         if before is not None and before._sum is not None and before._sum.reduces_early:
             before.reduce()
-        flat = [as_real(piece).reshape(-1) for piece in pieces]  # no backend adds complex numbers
+        flat = [as_real(piece).reshape(-1) for piece in pieces]
         self.flat = flat[0]
         self._is_reduced = False
         if (whole := self._sum) is not None:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -22,12 +23,6 @@ from tests.support.exchanges import on_machines
 from tests.support.harness import FAULT_S, OnRanks, caught
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@dataclass
-class SomeRanks:
-    size: int
-    device: torch.device
 
 
 UUIDS = ["GPU-3f1a0000-aaaa", "GPU-3f1a0000-bbbb", "GPU-77c00000-cccc"]
@@ -134,8 +129,11 @@ def test_a_line_says_that_a_task_of_srun_or_mpirun_trains_alone(
 
 @pytest.mark.covers("C2")
 def test_gpus_are_each_as_full_as_one_alone_and_cpu_ranks_share_the_mini_batch_of_one() -> None:
-    assert [scale_batch_size(one, SomeRanks(ranks, GPU)) for one, ranks in ((128, 2), (64, 4))] == [256, 256]
-    assert scale_batch_size(128, SomeRanks(4, CPU)) == 128
+    def scaled(batch_size: int, ranks: int, device: torch.device) -> int:
+        return scale_batch_size(batch_size, cast(dl.World, SimpleNamespace(size=ranks, device=device)))
+
+    assert scaled(128, 2, GPU) == scaled(64, 4, GPU) == 256
+    assert scaled(128, 4, CPU) == 128
     with join_world(device="cpu") as world:
         assert scale_batch_size(128, world) == 128
 

@@ -168,7 +168,7 @@ def test_what_a_rank_sent_before_it_ended_can_be_read() -> None:
     for each in (one, other):
         each.setblocking(False)
     here, there = LocalPeers({1: one}), LocalPeers({0: other})
-    note = Header(0, 1, 0, 2, 3, 4, 0, 5, 6, 7, -9)
+    note = Header(0, 0, 2, 3, 0, 5, 6, 7, -9)
     here.send(note, [1])  # it is not read, so the end of the connection is an error
     there.send(note, [0], b"the last words")
     there.close()

@@ -103,9 +103,10 @@ class Program:
         made = []
         for _ in range(self.chance.randrange(1, 4)):
             length, dtype = self.chance.choice(SIZES[1:]), self.chance.choice(FLOATS)
-            whole = self.world.flat_sum(order, padded(length, order), dtype, CPU)
+            count = padded(length, order) * (2 if dtype.is_complex else 1)
+            whole = self.world.flat_sum(order, count, dtype.to_real(), CPU)
             assert whole is not None
-            rows = [whole.empty() for _ in range(max(1, order.pieces[self.world.rank]))]
+            rows = [whole.empty().view(dtype) for _ in range(max(1, order.pieces[self.world.rank]))]
             if self.chance.random() < 0.3 and self.own.random() < 0.5:  # only on some ranks
                 rows[0] = torch.empty_like(rows[0])
             made.append((whole, rows, [torch.view_as_real(r).reshape(-1) if dtype.is_complex else r for r in rows]))

@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from ddp_loop.cli import main
 from ddp_loop.elastic.agent import Agent
-from ddp_loop.elastic.command import _meet_here, _misplaced_ranks, _parse, _ranks_of
+from ddp_loop.elastic.command import _meet_here, _misplaced_ranks, _ranks_of, run_parser
 from tests.support.documents import text_of
 
 pytestmark = pytest.mark.covers("J6")
@@ -76,7 +76,7 @@ def test_no_script_and_half_an_option_are_refused_with_the_usage(
 
 def test_what_follows_the_script_belongs_to_it() -> None:
     words = ["--run", "x", "--ranks", "9", "--role", "cook", "-m", "--", "-h"]
-    options = _parse(["--ranks", "2", "train.py", *words])
+    options = run_parser().parse_args(["--ranks", "2", "train.py", *words])
     assert (options.training_script, options.training_script_args) == ("train.py", words)
     assert (options.nproc_per_node, options.role, options.module) == ("2", "default", False)
 
@@ -103,7 +103,7 @@ def test_two_dashes_give_a_script_its_option_under_torchrun(capsys: pytest.Captu
     ],
 )
 def test_ranks_after_a_script_that_failed_are_moved_before_it(words: list[str], meant: str | None) -> None:
-    hint = _misplaced_ranks(_parse(["train.py", *words]), "python -m ddp_loop")
+    hint = _misplaced_ranks(run_parser().parse_args(["train.py", *words]), "python -m ddp_loop")
     assert (hint or "").endswith(f"If it was meant so: {meant}\n" if meant else "")
     assert (hint is None) == (meant is None)
 
@@ -113,7 +113,7 @@ def test_ranks_are_the_gpus_by_default_or_one(
 ) -> None:
     gpus = [0]
     monkeypatch.setattr("ddp_loop.accelerators.gpu_count", lambda: gpus[0])
-    assert (_parse(["train.py"]).nproc_per_node, _ranks_of(None), _ranks_of("3")) == (None, "1", "3")
+    assert (run_parser().parse_args(["train.py"]).nproc_per_node, _ranks_of(None), _ranks_of("3")) == (None, "1", "3")
     with pytest.raises(ValueError, match="--ranks gpu needs a GPU that torch can see"):
         _ranks_of("gpu")
     gpus[0] = 4
@@ -137,7 +137,7 @@ def test_ranks_are_the_gpus_by_default_or_one(
     ],
 )
 def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: str, endpoint: str) -> None:
-    parsed = _parse([*options, "train.py"])
+    parsed = run_parser().parse_args([*options, "train.py"])
     _meet_here(parsed)
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == (backend, endpoint)
     assert parsed.node_rank == 0
@@ -145,7 +145,7 @@ def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: 
 
 
 def test_a_run_has_the_users_id_or_one_of_its_own() -> None:
-    given, *others = [_parse([*option, "train.py"]) for option in (["--rdzv-id=job"], [], [])]
+    given, *others = [run_parser().parse_args([*option, "train.py"]) for option in (["--rdzv-id=job"], [], [])]
     for each in (given, *others):
         _meet_here(each)
     assert given.rdzv_id == "job"

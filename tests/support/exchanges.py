@@ -98,9 +98,9 @@ def make_flat_sum(
 ) -> list[torch.Tensor]:
     """The sums of some steps, of rows that follow from rank and step; they must be what one process computes."""
     every = [rows_of_all(order, length, dtype, step) for step in range(steps)]
-    whole = world.flat_sum(order, length, dtype, CPU)
+    whole = world.flat_sum(order, length * (2 if dtype.is_complex else 1), dtype.to_real(), CPU)
     assert whole is not None
-    rows = [whole.empty() for _ in every[0][world.rank]]
+    rows = [whole.empty().view(dtype) for _ in every[0][world.rank]]
     found = []
     for step in range(steps):
         for row, value in zip(rows, every[step][world.rank], strict=True):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import ddp_loop as dl
 from ddp_loop.distributed import columns, decode, encode_all
-from ddp_loop.distributed.encoding import assemble
+from ddp_loop.distributed.encoding import assemble_all
 from tests.support.comparing import Tensors, is_same, same_on_all
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks
@@ -378,7 +378,7 @@ def test_every_dtype_travels_with_its_bits_from_any_place_of_a_row(
     assert len(encoded) == columns(value, column)
     whole = nn.functional.pad(encoded, (before, after))
     rows = torch.stack([torch.full_like(whole, -0.0), whole]) + -0.0  # as a sum over ranks brings it
-    back = assemble(decode(rows[:, before : before + len(encoded)], dtype)[1], value)
+    [back] = assemble_all(decode(rows[:, before : before + len(encoded)], dtype)[1], [value])
     assert back.dtype == dtype
     assert torch.equal(back.view(torch.uint8), value.view(torch.uint8))
 
