@@ -316,9 +316,8 @@ class Checkpointer:
 
     def drop(self, snapshot: Snapshot) -> None:
         """Keep the memory of a copy that is not needed any more for the next one, or free it if it is large."""
-        memory = {} if snapshot.copied is None else snapshot.copied.tensors
-        if sum(one.nbytes for one in memory.values()) <= KEPT_BYTES:
-            self._spare.append(memory)
+        if snapshot.copied is not None and sum(one.nbytes for one in snapshot.copied.tensors.values()) <= KEPT_BYTES:
+            self._spare.append(snapshot.copied.tensors)
 
     def release_state(self) -> None:
         """Let the job's state be freed; copies made before can still be saved."""
