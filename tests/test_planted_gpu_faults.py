@@ -19,7 +19,7 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop import accelerators
-from ddp_loop.data import placement, readers
+from ddp_loop.data import readers
 from ddp_loop.distributed import torch_backend
 from tests import test_gpu_launches, test_gpu_paths, test_gpu_sums, test_npu_paths
 from tests.checkpoint import test_gpu_checkpoints, test_staging
@@ -69,7 +69,7 @@ def reading_from_the_host(*, reuses: bool = False) -> Iterator[None]:
         return kept.setdefault((rows.shape, rows.dtype), torch.empty_like(rows, pin_memory=True)).copy_(rows)
 
     with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(placement, "fits", return_value=False))
+        patched.enter_context(mock.patch.object(readers, "move_if_fits", lambda parts, device: parts))
         if reuses:
             patched.enter_context(mock.patch.object(readers, "pinned", pinned))
         yield
