@@ -194,8 +194,8 @@ def leave_error(
     now = time.time()
     if not path:
         return
-    # torchrun compares whole seconds. It gives a peer without a file those of its own clock, and a peer that ended in
-    # the same one may come first: so this error is a second older.
+    # torchrun calls the failure with the smallest whole second the cause. A peer without a file gets the second of
+    # torchrun's clock, which can be this one. So this error is dated a second back.
     facts: dict[str, object] = {"py_callstack": cut_text(text), "timestamp": str(int(now) - 1)}
     if not is_shown:
         facts |= {"at": now, "where": where, "is_peer": is_peer, "is_shown": False}

@@ -82,7 +82,7 @@ def whole(pool: dl.Pool) -> str:
 
 
 def all_are_whole(ended: list[Ended], whole: str) -> bool:
-    """Whether all ranks ended without an error, as those of an undisturbed run."""
+    """Whether all ranks ended without an error, as they do in an undisturbed run."""
     return {(one.kind, one.text, one.digest) for one in ended} == {("", "", whole)}
 
 

@@ -100,7 +100,7 @@ def drawn(index: int) -> dict[str, Any]:
 
 
 def noise(epoch: int, start: int, lengths: tuple[int, ...] | None) -> list[tuple[float, int]]:
-    """Of each chunk of this rank the sum of the noise, and that of the sequences' numbers."""
+    """For each chunk of this rank: the sum of the noise, and the sum of the sequences' numbers."""
     with dl.join_world(seed=3) as world:
         batches = dl.SequenceBatches(Mapped(len(LENGTHS), drawn), LANES, LENGTH, world, shards=4, lengths=lengths)
         chunks = [chunk.data for _, _, chunk in shards_of(batches, epoch, start)]

@@ -63,7 +63,7 @@ def screens(one: Visit) -> Iterator[str]:
     yield "card"
     one.key("Escape")
     one.tab("Results")
-    one.at(".way").first.wait_for(state="attached")  # the pictures move the table, and a press would miss its button
+    one.at(".sweep").first.wait_for()  # a line that comes after the tab opened moves the table
     one.press("Matrix trials/0001")
     place = one.at("#results .matrix-place")
     place.locator(".matrix").wait_for()
